@@ -1,0 +1,113 @@
+"""How long work tells about itself: progress bars for people, a metrics file for machines.
+
+Methods take a `Progress` and never print. `NullProgress` is the default, so Python callers see nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rich.console import Console
+
+
+class Task(Protocol):
+    """One bar."""
+
+    def advance(self, amount: float = 1) -> None: ...
+
+
+class Progress(Protocol):
+    """What a method may say while it works."""
+
+    def task(self, description: str, total: float | None, unit: str = "") -> AbstractContextManager[Task]:
+        """A bar with rate and ETA; `total` None means unknown."""
+        ...
+
+    def metric(self, values: Mapping[str, Any]) -> None:
+        """Append one line to the metrics JSONL."""
+        ...
+
+    def note(self, text: str) -> None:
+        """One line for the person who watches."""
+        ...
+
+
+class _NullTask:
+    def advance(self, amount: float = 1) -> None:
+        return
+
+
+class NullProgress:
+    """Says nothing."""
+
+    @contextmanager
+    def task(self, description: str, total: float | None, unit: str = "") -> Iterator[Task]:
+        yield _NullTask()
+
+    def metric(self, values: Mapping[str, Any]) -> None:
+        return
+
+    def note(self, text: str) -> None:
+        return
+
+
+class _Bar:
+    def __init__(self, bars: Any, identifier: Any) -> None:
+        self._bars = bars
+        self._identifier = identifier
+
+    def advance(self, amount: float = 1) -> None:
+        self._bars.advance(self._identifier, amount)
+
+
+class ConsoleProgress:
+    """Bars on the console when it is a terminal, notes otherwise, and metrics into a file.
+
+    Args:
+        console: a rich console on stderr.
+        metrics: path of a JSONL file that `metric` appends to, or None.
+        quiet: say nothing on the console.
+    """
+
+    def __init__(self, console: Console, metrics: Path | None = None, *, quiet: bool = False) -> None:
+        self._console = console
+        self._metrics = metrics
+        self._quiet = quiet
+        self._start = time.monotonic()
+
+    @contextmanager
+    def task(self, description: str, total: float | None, unit: str = "") -> Iterator[Task]:
+        if self._quiet or not self._console.is_terminal:
+            yield _NullTask()
+            return
+        from rich import progress as rich_progress
+
+        columns = (
+            rich_progress.TextColumn("{task.description}"),
+            rich_progress.BarColumn(),
+            rich_progress.TaskProgressColumn(show_speed=True),
+            rich_progress.TextColumn(unit),
+            rich_progress.TimeElapsedColumn(),
+            rich_progress.TimeRemainingColumn(),
+        )
+        with rich_progress.Progress(*columns, console=self._console, transient=True) as bars:
+            yield _Bar(bars, bars.add_task(description, total=total))
+
+    def metric(self, values: Mapping[str, Any]) -> None:
+        if self._metrics is None:
+            return
+        line = {"seconds": round(time.monotonic() - self._start, 3), **values}
+        with self._metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def note(self, text: str) -> None:
+        if not self._quiet:
+            self._console.print(text, highlight=False, markup=False, style="dim")

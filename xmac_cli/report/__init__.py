@@ -1,0 +1,1 @@
+"""Reports: one schema, shown as terminal tables, JSON, plots and an HTML page."""

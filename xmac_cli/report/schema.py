@@ -1,0 +1,71 @@
+"""The report every verb returns.
+
+`result` holds what the method found and must be the same for the same input, options and seed; whatever depends on the
+clock or the machine belongs in `timings`. Tables and figures are views of the result for people.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table for people: shown on stderr and in the HTML page.
+
+    Args:
+        title: one line.
+        columns: column heads.
+        rows: cells; floats are shown with four significant digits, None as a dash.
+        note: a sentence below the table.
+    """
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[object]]
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A plot: `draw(axes_figure)` gets a matplotlib figure and draws on it.
+
+    Args:
+        name: file stem, unique in the report.
+        title: caption; one sentence that says what to see.
+        draw: called with a `matplotlib.figure.Figure`.
+        size: width and height in inches.
+    """
+
+    name: str
+    title: str
+    draw: Callable[[Any], None]
+    size: tuple[float, float] = (7.0, 4.0)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a verb leaves behind.
+
+    Args:
+        result: JSON-able, deterministic.
+        tables: for people.
+        figures: for people; drawn only when asked for.
+        warnings: one sentence each.
+        timings: JSON-able, seconds and rates.
+        output: the finished output path; set by the framework.
+    """
+
+    result: Mapping[str, Any]
+    tables: Sequence[Table] = ()
+    figures: Sequence[Figure] = ()
+    warnings: Sequence[str] = ()
+    timings: Mapping[str, Any] = field(default_factory=dict)
+    output: Path | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """The JSON form: result, warnings and timings (tables and figures are views of the result)."""
+        return {"result": dict(self.result), "warnings": list(self.warnings), "timings": dict(self.timings)}
