@@ -35,6 +35,10 @@ class Progress(Protocol):
         """Append one line to the metrics JSONL."""
         ...
 
+    def metrics_to(self, path: Path) -> None:
+        """From now on append metrics to this file."""
+        ...
+
     def note(self, text: str) -> None:
         """One line for the person who watches."""
         ...
@@ -53,6 +57,9 @@ class NullProgress:
         yield _NullTask()
 
     def metric(self, values: Mapping[str, Any]) -> None:
+        return
+
+    def metrics_to(self, path: Path) -> None:
         return
 
     def note(self, text: str) -> None:
@@ -107,6 +114,9 @@ class ConsoleProgress:
         line = {"seconds": round(time.monotonic() - self._start, 3), **values}
         with self._metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
+
+    def metrics_to(self, path: Path) -> None:
+        self._metrics = path
 
     def note(self, text: str) -> None:
         if not self._quiet:

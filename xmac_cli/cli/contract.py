@@ -1,0 +1,177 @@
+"""The contract of every verb, in one place: check first, work in a staged directory, record the lineage, then publish.
+
+Order of a run: INPUT is resolved and its headers are read; OUTPUT and free names are checked; the verb works in
+`OUTPUT.partial`; xmac.json is written; the directory is renamed. See docs/contract.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import resource
+import shutil
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from xmac_cli import __version__
+from xmac_cli.cli.errors import UsageError
+from xmac_cli.cli.inputs import resolve_input
+from xmac_cli.cli.options import as_plain
+from xmac_cli.cli.progress import Progress
+from xmac_cli.cli.settings import RunSettings
+from xmac_cli.cli.verb import Job, Verb
+
+if TYPE_CHECKING:
+    from xmac_cli.checkpoint.output import StagedOutput
+    from xmac_cli.report.schema import Report
+
+SCRATCH = ".scratch"
+METRICS = "metrics.jsonl"
+
+
+def run_verb(verb: Verb, source: Path | None, output: Path | None, settings: RunSettings, progress: Progress) -> Report:
+    """Run a verb from checks to published OUTPUT.
+
+    Args:
+        verb: options, validated by their own class.
+        source: INPUT as the user named it, or None.
+        output: OUTPUT, or None.
+        settings: the common flags.
+        progress: where the verb tells how far it is.
+
+    Returns:
+        The verb's report, with `output` set to the path that stdout announces.
+
+    Raises:
+        XmacError: in every foreseen case, with nothing left at OUTPUT.
+    """
+    started = time.monotonic()
+    _limit_threads(settings.threads)
+    path, fingerprint = _open_source(verb, source)
+    kind = verb.output_kind()
+    if kind is None:
+        if output is not None:
+            raise UsageError(f"{verb.name} with these options writes no OUTPUT, but {output} was given")
+        report = verb.execute(Job(path, None, progress, settings))
+        report = replace(report, output=report.output or path, timings=_timings(report, started))
+    else:
+        if output is None:
+            raise UsageError("OUTPUT is missing", "give a second path or -o OUTPUT")
+        report = _run_staged(verb, path, output, settings, progress, fingerprint, started)
+    _write_report_files(verb, report, settings)
+    return report
+
+
+def dry_run(verb: Verb, source: Path | None) -> Report:
+    """What the verb would do, from headers only; nothing is written."""
+    path, _ = _open_source(verb, source)
+    return verb.plan(path)
+
+
+def _open_source(verb: Verb, source: Path | None) -> tuple[Path | None, str | None]:
+    if verb.reads is None:
+        return None, None
+    if source is None:
+        raise UsageError("INPUT is missing", "give a path, or - to read one from stdin")
+    path = resolve_input(source, verb.reads)
+    if verb.reads == "file":
+        return path, None
+    from xmac_cli.checkpoint.directory import Checkpoint
+    from xmac_cli.checkpoint.fingerprint import fast_fingerprint
+
+    return path, fast_fingerprint(Checkpoint.open(path))
+
+
+def _run_staged(
+    verb: Verb,
+    source: Path | None,
+    output: Path,
+    settings: RunSettings,
+    progress: Progress,
+    fingerprint: str | None,
+    started: float,
+) -> Report:
+    from xmac_cli.checkpoint.output import StagedOutput, check_destination
+
+    check_destination(source, output, settings.overwrite)
+    key = job_key(verb, settings, fingerprint)
+    with StagedOutput(output, overwrite=settings.overwrite, resume=settings.resume, job_key=key) as staged:
+        scratch = staged.path / SCRATCH
+        scratch.mkdir(exist_ok=True)
+        progress.metrics_to(staged.path / METRICS)
+        report = verb.execute(Job(source, staged, progress, settings, scratch))
+        shutil.rmtree(scratch)
+        report = replace(report, output=output, timings=_timings(report, started))
+        _record(verb, source, staged, settings, fingerprint, report)
+        staged.commit()
+    return report
+
+
+def job_key(verb: Verb, settings: RunSettings, fingerprint: str | None) -> str:
+    """Identity of the work: what must be equal for --resume to continue it."""
+    identity = [verb.name, __version__, as_plain(verb), settings.seed, settings.dtype, fingerprint]
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+
+
+def _record(
+    verb: Verb,
+    source: Path | None,
+    staged: StagedOutput,
+    settings: RunSettings,
+    fingerprint: str | None,
+    report: Report,
+) -> None:
+    from xmac_cli.checkpoint.lineage import read_xmac_json, write_xmac_json
+
+    inherited = (read_xmac_json(source) or {}).get("lineage", []) if source is not None and source.is_dir() else []
+    step: dict[str, Any] = {
+        "verb": verb.name,
+        "version": __version__,
+        "options": as_plain(verb),
+        "settings": {"dtype": settings.dtype, "device": settings.device},
+        "seed": settings.seed,
+        "input": None
+        if source is None
+        else {"path": str(source.absolute()), "name": source.absolute().name, "fingerprint": fingerprint},
+        "output_fingerprint": None,
+        "seconds": report.timings["seconds"],
+        "peak_memory_bytes": report.timings["peak_memory_bytes"],
+    }
+    write_xmac_json(staged.path, step, report.as_json(), inherited)
+
+
+def _timings(report: Report, started: float) -> dict[str, Any]:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    scale = 1 if sys.platform == "darwin" else 1024
+    return {
+        **report.timings,
+        "seconds": round(time.monotonic() - started, 3),
+        "peak_memory_bytes": peak * scale,
+    }
+
+
+def _limit_threads(threads: int | None) -> None:
+    """Apply --threads before torch is imported, or to a torch that is already there."""
+    if threads is None:
+        return
+    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
+        os.environ[variable] = str(threads)
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(threads)
+
+
+def _write_report_files(verb: Verb, report: Report, settings: RunSettings) -> None:
+    if settings.report is None and settings.plots is None:
+        return
+    from xmac_cli.report.html import write_report
+    from xmac_cli.report.plots import draw_figures
+
+    if settings.plots is not None:
+        draw_figures(report.figures, settings.plots)
+    if settings.report is not None:
+        write_report(report, settings.report, title=f"xmac {verb.name}", options=as_plain(verb))
