@@ -1,29 +1,23 @@
-"""Tiny random mixture-of-experts models of every supported transformers model type, and a reference for masked routing.
+"""Tiny random mixture-of-experts models of every supported transformers model type.
 
 Every model has 8 routed experts and top-2 unless asked otherwise, router rows of standard deviation 1 and random
 selection biases, so that routing is far from uniform and dropping an expert visibly changes the logits.
-The masking reference knows nothing of transformers' router classes: it watches the matrix product with the router
-weight and writes -inf into the columns of absent experts, and writes -inf into their selection biases.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+
+from support.masked_reference import router_weights, selection_biases
 
 NUM_EXPERTS = 8
 TOP_K = 2
 NUM_LAYERS = 3
-_BLOCK = r"\.(\d+)\.(?:mlp|feed_forward|block_sparse_moe|mixer|ffn)\."
-_ROUTER_WEIGHT = re.compile(_BLOCK + r"(?:gate|router)(?:\.gate|\.wg|\.layer)?\.weight$")
-_SELECTION_BIAS = re.compile(_BLOCK + r"[\w.]*(?:e_score_correction_bias|expert_bias|router\.bias)$")
 
 _BASE: dict[str, Any] = {
     "vocab_size": 64,
@@ -336,80 +330,3 @@ def different_kept(
             ids = sorted(torch.randperm(num_experts, generator=generator)[:keep].tolist())
         kept[layer] = ids
     return kept
-
-
-def router_weights(model: Any) -> dict[int, list[torch.Tensor]]:
-    """Router weights [E, d] of the live model by decoder layer."""
-    return _by_layer(model, _ROUTER_WEIGHT)
-
-
-def selection_biases(model: Any) -> dict[int, list[torch.Tensor]]:
-    """Selection biases [E] or [1, E] of the live model by decoder layer; empty for routers without one."""
-    return _by_layer(model, _SELECTION_BIAS)
-
-
-def _by_layer(model: Any, pattern: re.Pattern[str]) -> dict[int, list[torch.Tensor]]:
-    found: dict[int, list[torch.Tensor]] = {}
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        match = pattern.search(name)
-        if match:
-            found.setdefault(int(match[1]), []).append(tensor)
-    return found
-
-
-class _MaskRouterProducts(TorchFunctionMode):
-    """Writes -inf into the router logits of absent experts wherever the router weight is multiplied."""
-
-    _PRODUCTS = frozenset({"linear", "matmul", "mm", "addmm", "__matmul__"})
-    _CASTS = frozenset({"float", "to", "type", "double"})
-
-    def __init__(self, absent: dict[int, list[int]]) -> None:
-        super().__init__()
-        self._absent = dict(absent)
-        self._alive: list[torch.Tensor] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        name = getattr(func, "__name__", "")
-        if name in self._PRODUCTS or name in self._CASTS:
-            tensors = [a for a in (*args, *(kwargs or {}).values()) if isinstance(a, torch.Tensor)]
-            hits = [self._absent[t.data_ptr()] for t in tensors if t.data_ptr() in self._absent]
-            if hits and name in self._PRODUCTS:
-                result = result.clone()
-                result[..., hits[0]] = float("-inf")
-            elif hits and result.data_ptr() not in self._absent:
-                self._absent[result.data_ptr()] = hits[0]
-                self._alive.append(result)
-        return result
-
-
-@contextmanager
-def reference_masking(model: Any, kept: Mapping[int, Sequence[int]]) -> Iterator[None]:
-    """While active, the model routes as if only the kept experts existed.
-
-    Args:
-        model: a live transformers model.
-        kept: expert ids that stay, by decoder layer; layers not named keep all experts.
-    """
-    absent: dict[int, list[int]] = {}
-    saved: list[tuple[torch.Tensor, torch.Tensor]] = []
-    weights, biases = router_weights(model), selection_biases(model)
-    for layer, ids in kept.items():
-        for weight in weights[layer]:
-            dropped = [e for e in range(weight.shape[0]) if e not in set(ids)]
-            absent[weight.data_ptr()] = dropped
-            for bias in biases.get(layer, ()):
-                saved.append((bias, bias.detach().clone()))
-                bias.data[..., dropped] = float("-inf")
-    try:
-        with _MaskRouterProducts(absent):
-            yield
-    finally:
-        for bias, original in saved:
-            bias.data.copy_(original)
-
-
-def masked_logits(model: Any, tokens: torch.Tensor, kept: Mapping[int, Sequence[int]]) -> torch.Tensor:
-    """Logits of the model with the router logits of all but the kept experts at -inf."""
-    with reference_masking(model, kept):
-        return logits(model, tokens)
