@@ -118,7 +118,7 @@ def run_command_line(arguments: list[str]) -> int:
     except MemoryError:
         sys.stderr.write("xmac: out of memory\n")
         return 1
-    except Exception as error:  # noqa: BLE001 - the last line of defence: one sentence instead of a traceback
+    except Exception as error:  # the last line of defence: one sentence, no traceback
         if debug:
             raise
         if isinstance(error, click_error):

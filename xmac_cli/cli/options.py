@@ -29,6 +29,7 @@ class Option:
         short: a one-letter flag such as "-k".
         metavar: how the value is shown in the help.
         panel: heading under which the help lists it.
+        flag: the flag, where it cannot be the field's name.
     """
 
     help: str
@@ -40,6 +41,7 @@ class Option:
     short: str | None = None
     metavar: str | None = None
     panel: str = "Options"
+    flag: str | None = None
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ def _take_apart(field: dataclasses.Field[Any], hint: Any) -> OptionField:
         choices, inner = tuple(str(c) for c in typing.get_args(inner)), str
     if inner not in (bool, int, float, str, Path):
         raise TypeError(f"option {field.name} has the unsupported type {inner}")
-    flag = "--" + field.name.replace("_", "-")
+    flag = option.flag or "--" + field.name.replace("_", "-")
     return OptionField(field.name, flag, inner, choices, multiple, field.default, option)
 
 

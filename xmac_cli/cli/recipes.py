@@ -56,18 +56,22 @@ def load_recipe(path: Path, verb: type) -> Recipe:
     if named is not None and named != verb.name:  # type: ignore[attr-defined]
         raise UsageError(f"{path} is a recipe for {named}, not for {verb.name}")  # type: ignore[attr-defined]
     source, output = data.pop("input", None), data.pop("output", None)
-    own = {field.name: field for field in option_fields(verb)}
+    own = {alias: field for field in option_fields(verb) for alias in (field.name, _key(field.flag))}
     common = {field.name: field for field in option_fields(RunSettings)}
     options, settings = {}, {}
     for raw, value in data.items():
-        key = str(raw).replace("-", "_")
+        key = _key(str(raw))
         if key in own:
-            options[key] = coerce(own[key], value)
+            options[own[key].name] = coerce(own[key], value)
         elif key in common:
             settings[key] = coerce(common[key], value)
         else:
             raise unknown_key(str(raw), [*own, *common, "input", "output"], f"recipe {path}: {verb.name}")  # type: ignore[attr-defined]
     return Recipe(options, settings, _text(source), _text(output))
+
+
+def _key(name: str) -> str:
+    return name.lstrip("-").replace("-", "_")
 
 
 def _text(value: Any) -> str | None:
