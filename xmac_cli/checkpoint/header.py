@@ -1,7 +1,7 @@
 """The header of a safetensors file, read without touching the data.
 
 A file is: 8 bytes little-endian header length, a JSON object {name: {dtype, shape, data_offsets}} that starts with "{"
-and may be padded with spaces, then the data. Offsets count from the first data byte; the tensors cover the data exactly:
+and may be padded with spaces, then the data. Offsets count from the first data byte; tensors cover the data exactly:
 begin <= end, no holes, no overlap, nothing after the last one. Header at most 100 MB. `__metadata__` maps str to str.
 Source: https://huggingface.co/docs/safetensors, "Format"; dtype names of safetensors 0.8.
 """
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from xmac_cli.checkpoint.files import open_regular, parse_json_object, pread_exactly
 from xmac_cli.cli.errors import InputError
@@ -217,7 +217,7 @@ def _parse_entry(name: str, entry: Any, path: Path, data_start: int) -> TensorIn
     return TensorInfo(name, dtype, tuple(shape), path, data_start + begin, data_start + end)
 
 
-def _are_sizes(value: Any) -> bool:
+def _are_sizes(value: Any) -> TypeGuard[list[int]]:
     # bool is a subclass of int, hence the exact type.
     return isinstance(value, list) and all(type(item) is int and 0 <= item <= _LARGEST_U64 for item in value)
 
