@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from support.masked_reference import router_weights, selection_biases
 
 NUM_EXPERTS = 8
