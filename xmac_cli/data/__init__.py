@@ -1,0 +1,1 @@
+"""Reading text and tokens: files of documents, calibration batches, and the corpus that every Python carries."""
