@@ -1,0 +1,343 @@
+"""Output that appears only when it is complete.
+
+Work goes to a sibling directory NAME.partial:
+
+    NAME.partial/journal.jsonl             the job's key and the files that are complete; locked while a process works
+    NAME.partial/journal-I-of-N.jsonl      the same for one share of a split job (`--shards I/N`)
+    NAME.partial/tree/                     becomes NAME with one rename
+    NAME.partial/scratch/                  a verb's own intermediate results; survives --resume, never published
+
+A killed run leaves NAME.partial, which `--resume` continues; NAME itself is either absent, or the old complete one, or
+the new complete one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import shutil
+import time
+from pathlib import Path
+from types import TracebackType
+
+from xmac_cli.checkpoint.journal import JobHeader, Journal, job_of, parse_lines
+from xmac_cli.checkpoint.writer import ShardRecord, sync_path
+from xmac_cli.cli.errors import ResumeMismatchError, UsageError, XmacError
+
+_JOURNAL = "journal.jsonl"
+_REPLACED = "replaced"
+_DISK_TROUBLE = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG))
+_START_SECONDS = 20.0
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+
+
+def check_destination(source: Path | None, destination: Path, overwrite: bool) -> None:
+    """Refuse destinations that would damage the input or something that is not an earlier output.
+
+    Args:
+        source: the input directory, or None.
+        destination: where the output should appear.
+        overwrite: whether an existing directory may be replaced.
+
+    Raises:
+        UsageError: with the reason.
+    """
+    real = Path(os.path.realpath(destination))
+    if source is not None:
+        real_source = Path(os.path.realpath(source))
+        if real == real_source:
+            raise UsageError(f"output and input are the same directory, {real}", "choose another output")
+        if real.is_relative_to(real_source):
+            raise UsageError(f"the output {real} lies inside the input {real_source}", "choose another output")
+        if real_source.is_relative_to(real):
+            raise UsageError(f"the input {real_source} lies inside the output {real}", "choose another output")
+    if not os.path.lexists(real):
+        return
+    if not real.is_dir():
+        raise UsageError(f"{real} exists and is not a directory", "choose another output")
+    if not any(real.iterdir()):
+        return
+    if not overwrite:
+        raise UsageError(f"{real} exists and is not empty", "choose another output, or replace it with --overwrite")
+    for precious in (Path.home(), Path.cwd()):
+        if Path(os.path.realpath(precious)).is_relative_to(real):
+            raise UsageError(f"{real} will not be replaced: it contains {precious}", "choose another output")
+
+
+def check_free_space(directory: Path, needed_bytes: int) -> None:
+    """Raise XmacError when the file system of `directory` (or of its nearest existing parent) has too little room."""
+    existing = directory
+    while not existing.exists():
+        existing = existing.parent
+    free = shutil.disk_usage(existing).free
+    if free < needed_bytes:
+        raise XmacError(
+            f"{needed_bytes / 2**30:.2f} GiB are needed on the disk of {existing}, {free / 2**30:.2f} GiB are free",
+            "free some space or choose an output on another disk",
+        )
+
+
+class StagedOutput:
+    """A context manager around the making of one output directory.
+
+    Args:
+        destination: the directory to make; parents are created, symbolic links are resolved first.
+        overwrite: replace an existing directory, at the moment of `commit`.
+        resume: continue what an earlier run with the same `job_key` left behind.
+        job_key: identifies input and options; work of another key is never continued.
+        shares: (i, n) when this process makes share i of n, counted from 1; the processes may run at the same time and
+            join each other's partial directory without `resume`.
+
+    Attributes:
+        path: where files of the output go.
+        scratch: where intermediate results go; kept for `resume`.
+        done: files that are complete, by name.
+        finished: an earlier run had completed the output and was killed while cleaning up; there is nothing to do.
+    """
+
+    def __init__(
+        self,
+        destination: Path,
+        *,
+        overwrite: bool,
+        resume: bool,
+        job_key: str,
+        shares: tuple[int, int] | None = None,
+    ) -> None:
+        if shares is not None and not 1 <= shares[0] <= shares[1]:
+            raise UsageError(f"share {shares[0]}/{shares[1]} does not exist", "count from 1/N to N/N")
+        self.destination = Path(os.path.realpath(destination))
+        self.partial = self.destination.with_name(self.destination.name + ".partial")
+        self.path = self.partial / "tree"
+        self.scratch = self.partial / "scratch"
+        self.done: dict[str, ShardRecord] = {}
+        self.finished = False
+        self.shares = shares
+        self._overwrite = overwrite
+        self._resume = resume
+        self._job = JobHeader(job_key, shares[1] if shares else None)
+        self._open_journals: list[Journal] = []
+        self._plans: dict[str, str] = {}
+        self._may_commit = shares is None
+
+    def __enter__(self) -> StagedOutput:
+        try:
+            self._start()
+        except BaseException:
+            self._release()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.shares is None and not self.finished and _is_bare(self.path) and _is_bare(self.scratch):
+            shutil.rmtree(self.partial, ignore_errors=True)  # nothing was made that would be worth resuming
+        self._release()
+        if isinstance(error, OSError) and error.errno in _DISK_TROUBLE:
+            raise XmacError(
+                f"writing {self.destination} failed: {error.strerror}",
+                "the finished part is kept; free some space and run the same command with --resume",
+            ) from error
+
+    def record(self, record: ShardRecord, plan_digest: str = "") -> None:
+        """Note that a file of the output is complete and on disk."""
+        entry = {"file": record.file_name, "bytes": record.size, "sha256": record.sha256, "plan": plan_digest}
+        self._open_journals[-1].append(entry)
+        self.done[record.file_name] = record
+        self._plans[record.file_name] = plan_digest
+
+    def is_done(self, file_name: str, plan_digest: str) -> bool:
+        """Tell whether a file is complete and was made from the same plan."""
+        return file_name in self.done and self._plans[file_name] == plan_digest
+
+    def claim_completion(self, names: set[str]) -> bool:
+        """Find out whether this process is the one that completes the output.
+
+        Args:
+            names: all files that the shares make together.
+
+        Returns:
+            True when all of them are complete; other processes then wait until this one has left the context. Always
+            True for a job that is not split, because then its own loop has just completed them.
+        """
+        if self.shares is None or self._may_commit:
+            return True
+        gate = Journal(self.partial / "commit.lock")
+        if not gate.lock(shared=False, wait=True):  # another share has committed and removed the partial directory
+            gate.close()
+            return False
+        self._open_journals.insert(0, gate)
+        self._load_done()
+        self._may_commit = names <= self.done.keys()
+        return self._may_commit
+
+    def commit(self) -> bool:
+        """Publish: sync everything, then make the tree appear as the destination with one rename.
+
+        Returns:
+            False when other shares of a split job are still missing; the last one publishes.
+
+        Raises:
+            UsageError: the destination has appeared meanwhile and may not be replaced.
+        """
+        if self.finished or not self._may_commit:
+            return self.finished
+        check_destination(None, self.destination, self._overwrite)
+        for leftover in self.path.glob("*.tmp"):
+            leftover.unlink()
+        _sync_tree(self.path)
+        self._open_journals[-1].append({"commit": self.path.stat().st_ino})
+        self._publish()
+        self.finished = True
+        return True
+
+    def _publish(self) -> None:
+        if not self.destination.is_dir() or not any(self.destination.iterdir()):
+            self.path.rename(self.destination)
+        elif not _exchange(self.path, self.destination):
+            replaced = self.partial / _REPLACED
+            self.destination.rename(replaced)
+            self.path.rename(self.destination)
+        sync_path(self.destination.parent)
+        shutil.rmtree(self.partial, ignore_errors=True)
+
+    def _start(self) -> None:
+        self.partial.parent.mkdir(parents=True, exist_ok=True)
+        if self._was_committed():
+            self.finished = True
+            shutil.rmtree(self.partial, ignore_errors=True)
+            return
+        if self.shares is None:
+            journal = self._lock_alone()
+            self._adopt_or_wipe(journal)
+        else:
+            self._join()
+        self.path.mkdir(exist_ok=True)
+        self.scratch.mkdir(exist_ok=True)
+        self._load_done()
+
+    def _lock_alone(self) -> Journal:
+        check_destination(None, self.destination, self._overwrite)
+        self._make_partial()
+        journal = Journal(self.partial / _JOURNAL)
+        self._open_journals.append(journal)
+        if not journal.lock(shared=False):
+            raise UsageError(f"another process is writing {self.partial}", "wait for it, or choose another output")
+        return journal
+
+    def _adopt_or_wipe(self, journal: Journal) -> None:
+        job = job_of(journal.entries())
+        if job is not None and self._resume:
+            self._check_job(job)
+            return
+        if job is not None:
+            self._put_back_replaced()
+            for entry in self.partial.iterdir():
+                if entry.name != _JOURNAL:
+                    shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        journal.restart(self._job)
+
+    def _join(self) -> None:
+        """Enter the partial directory together with the other shares; whoever comes first begins the journal."""
+        assert self.shares is not None
+        deadline = time.monotonic() + _START_SECONDS
+        while True:
+            check_destination(None, self.destination, self._overwrite)
+            self._make_partial()
+            journal = Journal(self.partial / _JOURNAL)
+            if journal.lock(shared=False) and job_of(journal.entries()) is None:
+                journal.restart(self._job)
+            if journal.lock(shared=True) and (job := job_of(journal.entries())) is not None:
+                break
+            journal.close()
+            if time.monotonic() > deadline:
+                raise UsageError(f"another process is writing {self.partial}", "wait for it, or choose another output")
+            time.sleep(0.05)
+        self._open_journals.append(journal)
+        self._check_job(job)
+        share = Journal(self.partial / f"journal-{self.shares[0]}-of-{self.shares[1]}.jsonl")
+        self._open_journals.append(share)
+        if not share.lock(shared=False):
+            raise UsageError(f"another process makes share {self.shares[0]}/{self.shares[1]} of {self.destination}")
+        if job_of(share.entries()) is None:
+            share.restart(self._job)
+
+    def _make_partial(self) -> None:
+        try:
+            self.partial.mkdir()
+        except FileExistsError as error:
+            if not self.partial.is_dir() or self.partial.is_symlink():
+                raise UsageError(f"{self.partial} is in the way", "move it, or choose another output") from error
+            entries = {entry.name for entry in self.partial.iterdir()}
+            ours = self.partial / _JOURNAL
+            if entries <= {_JOURNAL} and (not entries or ours.stat().st_size < 4096):
+                return  # killed between mkdir and the first line
+            if not ours.is_file() or job_of(parse_lines(ours.read_bytes())) is None:
+                raise UsageError(
+                    f"{self.partial} exists and holds no journal of xmac, so it is not touched",
+                    "move it, or choose another output",
+                ) from error
+
+    def _check_job(self, job: JobHeader) -> None:
+        if job.job_key != self._job.job_key:
+            raise ResumeMismatchError(
+                f"{self.partial} belongs to other inputs or options",
+                "repeat the command that was interrupted, or start over without --resume",
+            )
+        if self.shares is not None and job.shares != self._job.shares:
+            raise ResumeMismatchError(f"{self.partial} is split into {job.shares or 1} shares, not {self.shares[1]}")
+
+    def _load_done(self) -> None:
+        for path in sorted(self.partial.glob("journal*.jsonl")):
+            for entry in parse_lines(path.read_bytes()):
+                if "file" not in entry:
+                    continue
+                record = ShardRecord(entry["file"], entry["bytes"], entry["sha256"])
+                target = self.path / record.file_name
+                if target.is_file() and target.stat().st_size == record.size:
+                    self.done[record.file_name] = record
+                    self._plans[record.file_name] = entry["plan"]
+
+    def _was_committed(self) -> bool:
+        """Tell whether a run with our key was killed between publishing and removing the partial directory."""
+        journal = self.partial / _JOURNAL
+        if not self._resume or not journal.is_file() or not self.destination.is_dir():
+            return False
+        entries = [e for path in self.partial.glob("journal*.jsonl") for e in parse_lines(path.read_bytes())]
+        job = job_of(parse_lines(journal.read_bytes()))
+        inodes = {entry["commit"] for entry in entries if "commit" in entry}
+        return job is not None and job.job_key == self._job.job_key and self.destination.stat().st_ino in inodes
+
+    def _put_back_replaced(self) -> None:
+        """Undo half of a replacement that was interrupted where directories cannot be exchanged in one step."""
+        replaced = self.partial / _REPLACED
+        if replaced.is_dir() and not self.destination.exists():
+            replaced.rename(self.destination)
+
+    def _release(self) -> None:
+        for journal in self._open_journals:
+            journal.close()
+        self._open_journals.clear()
+
+
+def _is_bare(directory: Path) -> bool:
+    return not directory.is_dir() or not any(directory.iterdir())
+
+
+def _sync_tree(root: Path) -> None:
+    for folder, _, names in os.walk(root, topdown=False):
+        for name in names:
+            sync_path(Path(folder) / name)
+        sync_path(Path(folder))
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Swap two directories in one step (Linux renameat2); False where kernel or file system cannot."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "renameat2"):
+        return False
+    names = (os.fsencode(first), os.fsencode(second))
+    return libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], ctypes.c_uint(_RENAME_EXCHANGE)) == 0
