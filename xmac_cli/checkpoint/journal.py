@@ -78,7 +78,7 @@ class Journal:
 
     def _is_current(self) -> bool:
         try:
-            there = os.stat(self.path, follow_symlinks=False)
+            there = self.path.stat(follow_symlinks=False)
         except FileNotFoundError:
             return False
         here = os.fstat(self._descriptor)

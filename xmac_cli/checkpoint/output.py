@@ -21,10 +21,8 @@ from xmac_cli.checkpoint.directory import CONFIG_NAME, SINGLE_NAME, Checkpoint
 from xmac_cli.checkpoint.files import contained_file, read_small_file
 from xmac_cli.checkpoint.staging import StagedOutput, check_destination, check_free_space
 from xmac_cli.checkpoint.writer import (
-    ByteRange,
     PendingShard,
     ShardPlan,
-    ShardRecord,
     check_plan,
     copy_shard,
     unchanged_source,
