@@ -174,6 +174,11 @@ class StagedOutput:
         self._may_commit = names <= self.done.keys()
         return self._may_commit
 
+    @property
+    def complete(self) -> bool:
+        """Whether this process may publish: always for a job that is not split, else see `claim_completion`."""
+        return self.finished or self._may_commit
+
     def commit(self) -> bool:
         """Publish: sync everything, then make the tree appear as the destination with one rename.
 

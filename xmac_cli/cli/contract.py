@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import resource
-import shutil
 import sys
 import time
 from dataclasses import replace
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from xmac_cli import __version__
 from xmac_cli.cli.errors import UsageError
 from xmac_cli.cli.inputs import resolve_input
-from xmac_cli.cli.options import as_plain
+from xmac_cli.cli.options import as_plain, option_fields
 from xmac_cli.cli.progress import Progress
 from xmac_cli.cli.settings import RunSettings
 from xmac_cli.cli.verb import Job, Verb
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     from xmac_cli.checkpoint.output import StagedOutput
     from xmac_cli.report.schema import Report
 
-SCRATCH = ".scratch"
 METRICS = "metrics.jsonl"
 
 
@@ -99,21 +97,39 @@ def _run_staged(
 
     check_destination(source, output, settings.overwrite)
     key = job_key(verb, settings, fingerprint)
-    with StagedOutput(output, overwrite=settings.overwrite, resume=settings.resume, job_key=key) as staged:
-        scratch = staged.path / SCRATCH
-        scratch.mkdir(exist_ok=True)
+    staged = StagedOutput(
+        output, overwrite=settings.overwrite, resume=settings.resume, job_key=key, shares=verb.shares()
+    )
+    with staged:
+        if staged.finished:
+            return _published(output, started)
+        staged.scratch.mkdir(parents=True, exist_ok=True)
         progress.metrics_to(staged.path / METRICS)
-        report = verb.execute(Job(source, staged, progress, settings, scratch))
-        shutil.rmtree(scratch)
-        report = replace(report, output=output, timings=_timings(report, started))
+        report = verb.execute(Job(source, staged, progress, settings, staged.scratch))
+        report = replace(report, timings=_timings(report, started))
+        if not staged.complete:
+            progress.note("this share is done; the process that finishes the last share publishes OUTPUT")
+            return report
         _record(verb, source, staged, settings, fingerprint, report)
         staged.commit()
-    return report
+    return replace(report, output=output)
+
+
+def _published(output: Path, started: float) -> Report:
+    """The report of an output that an interrupted run had already published."""
+    from xmac_cli.checkpoint.lineage import read_xmac_json
+    from xmac_cli.report.schema import Report
+
+    stored = (read_xmac_json(output) or {}).get("report", {})
+    report = Report(stored.get("result", {}), warnings=stored.get("warnings", ()), output=output)
+    return replace(report, timings=_timings(report, started))
 
 
 def job_key(verb: Verb, settings: RunSettings, fingerprint: str | None) -> str:
     """Identity of the work: what must be equal for --resume to continue it."""
-    identity = [verb.name, __version__, as_plain(verb), settings.seed, settings.dtype, fingerprint]
+    matters = {field.name for field in option_fields(type(verb)) if field.option.identity}
+    options = {name: value for name, value in as_plain(verb).items() if name in matters}
+    identity = [verb.name, __version__, options, settings.seed, settings.dtype, fingerprint]
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 
@@ -141,7 +157,7 @@ def _record(
         "seconds": report.timings["seconds"],
         "peak_memory_bytes": report.timings["peak_memory_bytes"],
     }
-    write_xmac_json(staged.path, step, report.as_json(), inherited)
+    write_xmac_json(staged.path, step, report.as_json(), inherited, known=staged.done)
 
 
 def _timings(report: Report, started: float) -> dict[str, Any]:

@@ -30,6 +30,8 @@ class Option:
         metavar: how the value is shown in the help.
         panel: heading under which the help lists it.
         flag: the flag, where it cannot be the field's name.
+        identity: whether the value is part of what the work is; False for options that only split or display it, which
+            may differ between the runs of one job (--resume, --shards).
     """
 
     help: str
@@ -42,6 +44,7 @@ class Option:
     metavar: str | None = None
     panel: str = "Options"
     flag: str | None = None
+    identity: bool = True
 
 
 @dataclass(frozen=True)

@@ -49,18 +49,30 @@ class _NullTask:
         return
 
 
-class NullProgress:
-    """Says nothing."""
+class _Metrics:
+    """Appends metrics to a JSONL file, once a verb has said where."""
+
+    def __init__(self) -> None:
+        self._path: Path | None = None
+        self._start = time.monotonic()
+
+    def metrics_to(self, path: Path) -> None:
+        self._path = path
+
+    def metric(self, values: Mapping[str, Any]) -> None:
+        if self._path is None:
+            return
+        line = {"seconds": round(time.monotonic() - self._start, 3), **values}
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+class NullProgress(_Metrics):
+    """Says nothing; metrics still go to the file of the run, if there is one."""
 
     @contextmanager
     def task(self, description: str, total: float | None, unit: str = "") -> Iterator[Task]:
         yield _NullTask()
-
-    def metric(self, values: Mapping[str, Any]) -> None:
-        return
-
-    def metrics_to(self, path: Path) -> None:
-        return
 
     def note(self, text: str) -> None:
         return
@@ -75,20 +87,18 @@ class _Bar:
         self._bars.advance(self._identifier, amount)
 
 
-class ConsoleProgress:
+class ConsoleProgress(_Metrics):
     """Bars on the console when it is a terminal, notes otherwise, and metrics into a file.
 
     Args:
         console: a rich console on stderr.
-        metrics: path of a JSONL file that `metric` appends to, or None.
         quiet: say nothing on the console.
     """
 
-    def __init__(self, console: Console, metrics: Path | None = None, *, quiet: bool = False) -> None:
+    def __init__(self, console: Console, *, quiet: bool = False) -> None:
+        super().__init__()
         self._console = console
-        self._metrics = metrics
         self._quiet = quiet
-        self._start = time.monotonic()
 
     @contextmanager
     def task(self, description: str, total: float | None, unit: str = "") -> Iterator[Task]:
@@ -107,16 +117,6 @@ class ConsoleProgress:
         )
         with rich_progress.Progress(*columns, console=self._console, transient=True) as bars:
             yield _Bar(bars, bars.add_task(description, total=total))
-
-    def metric(self, values: Mapping[str, Any]) -> None:
-        if self._metrics is None:
-            return
-        line = {"seconds": round(time.monotonic() - self._start, 3), **values}
-        with self._metrics.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
-
-    def metrics_to(self, path: Path) -> None:
-        self._metrics = path
 
     def note(self, text: str) -> None:
         if not self._quiet:

@@ -125,6 +125,10 @@ class Verb:
         """What these options write; `writes` unless an option changes it."""
         return self.writes
 
+    def shares(self) -> tuple[int, int] | None:
+        """(i, n) when this process does share i of n of the work, counted from 1."""
+        return None
+
     def execute(self, job: Job) -> Report:
         """Do the work. Never prints."""
         raise NotImplementedError

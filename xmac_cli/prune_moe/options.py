@@ -128,7 +128,9 @@ class PruneOptions:
         Literal["none", "files", "block", "logits"],
         Option("check the result: bytes, one MoE layer at a time, or the whole model", panel=_APPLY),
     ] = "files"
-    shards: Annotated[str | None, Option("only part I of N of the shards, as 1/4", metavar="I/N", panel=_APPLY)] = None
+    shards: Annotated[
+        str | None, Option("only part I of N of the shards, as 1/4", metavar="I/N", panel=_APPLY, identity=False)
+    ] = None
 
     eval_data: Annotated[tuple[Path, ...], Option("held-out text, one file a domain", panel=_COMPARE)] = ()
     eval_tokens: Annotated[int, Option("tokens of each --eval-data file", ge=2, panel=_COMPARE)] = 16384
