@@ -1,0 +1,1 @@
+"""Models through transformers: loading, perplexity, small demo models, GGUF import."""
