@@ -128,6 +128,8 @@ def train(
             if directory is not None and saving:
                 save_state(directory, done, key, model, optimizer, average, {})
             task.advance(1)
+    # accelerate replaces `forward` for mixed precision; the caller gets the model back as it was.
+    accelerator.unwrap_model(wrapped, keep_fp32_wrapper=False)
     return TrainingResult(max(last, start), start, tuple(metrics.lines), average)
 
 

@@ -1,0 +1,1 @@
+"""eval-ppl: perplexity of a causal language model by document and by domain."""
