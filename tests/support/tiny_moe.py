@@ -26,7 +26,7 @@ _BASE: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
-    "initializer_range": 0.2,
+    "initializer_range": 0.1,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -176,7 +176,7 @@ TINY: dict[str, TinyMoE] = {
         moe_layers=(1, 2),
     ),
     "hunyuan_v1_moe": TinyMoE("num_experts", _HEAD, top_k_key="moe_topk"),
-    "cohere2_moe": TinyMoE("num_experts"),
+    "cohere2_moe": TinyMoE("num_experts", {"logit_scale": 1.0}),
     "mellum": TinyMoE("num_local_experts", {**_NARROW, **_HEAD}),
     "gpt_oss": TinyMoE("num_local_experts", _HEAD),
     "llama4_text": TinyMoE(
