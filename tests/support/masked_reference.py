@@ -88,9 +88,3 @@ def reference_masking(model: Any, kept: Mapping[int, Sequence[int]]) -> Iterator
     finally:
         for bias, original in saved:
             bias.data.copy_(original)
-
-
-def masked_logits(model: Any, tokens: torch.Tensor, kept: Mapping[int, Sequence[int]]) -> torch.Tensor:
-    """Logits of the model with the router logits of all but the kept experts at -inf."""
-    with torch.no_grad(), reference_masking(model, kept):
-        return model(input_ids=tokens, use_cache=False).logits.float()

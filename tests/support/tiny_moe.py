@@ -6,13 +6,13 @@ selection biases, so that routing is far from uniform and dropping an expert vis
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from support.masked_reference import router_weights, selection_biases
+from support.masked_reference import reference_masking, router_weights, selection_biases
 
 NUM_EXPERTS = 8
 TOP_K = 2
@@ -58,8 +58,15 @@ _VISION: dict[str, Any] = {
     "intermediate_size": 16,
     "num_heads": 2,
     "out_hidden_size": 32,
-    "num_position_embeddings": 16,
-    "deepstack_visual_indexes": [0],
+}
+_QWEN_VISION: dict[str, Any] = {**_VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+_PLAIN_VISION: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
 }
 
 
@@ -71,14 +78,16 @@ class TinyMoE:
         count_key: config key of the number of routed experts.
         top_k_key: config key of the number of experts per token.
         options: further config keys, over the common ones.
-        text: the language model sits in `text_config` of a vision-language model.
+        vision: configuration of the vision tower of a vision-language model; the rest then goes to `text_config`.
+        tower: the sub-model to run for logits; "" = the whole model.
         moe_layers: indices of the layers that have routed experts.
     """
 
     count_key: str
     options: Mapping[str, Any] = field(default_factory=dict)
     top_k_key: str = "num_experts_per_tok"
-    text: bool = False
+    vision: Mapping[str, Any] | None = None
+    tower: str = ""
     moe_layers: tuple[int, ...] = (0, 1, 2)
 
 
@@ -88,6 +97,13 @@ def _deepseek(*parts: Mapping[str, Any], **options: Any) -> TinyMoE:
         merged.update(part)
     return TinyMoE("n_routed_experts", {**merged, **options}, moe_layers=(1, 2))
 
+
+_LLAMA4 = TinyMoE(
+    "num_local_experts",
+    {**_HEAD, "intermediate_size": 12, "intermediate_size_mlp": 40, "moe_layers": [1, 2]},
+    moe_layers=(1, 2),
+)
+_ARIA = TinyMoE("moe_num_experts", {"intermediate_size": 12, "moe_num_shared_experts": 1}, top_k_key="moe_topk")
 
 TINY: dict[str, TinyMoE] = {
     "mixtral": TinyMoE("num_local_experts"),
@@ -106,15 +122,33 @@ TINY: dict[str, TinyMoE] = {
         "num_experts", {**_NARROW, **_HEAD, **_LINEAR_ATTENTION, "shared_expert_intermediate_size": 20}
     ),
     "qwen3_5_moe": TinyMoE(
-        "num_experts", {**_NARROW, **_HEAD, **_LINEAR_ATTENTION, "shared_expert_intermediate_size": 20}, text=True
+        "num_experts",
+        {**_NARROW, **_HEAD, **_LINEAR_ATTENTION, "shared_expert_intermediate_size": 20},
+        vision=_QWEN_VISION,
     ),
-    "qwen3_vl_moe": TinyMoE("num_local_experts", {**_NARROW, **_HEAD}, text=True),
+    "qwen3_vl_moe": TinyMoE("num_local_experts", {**_NARROW, **_HEAD}, vision=_QWEN_VISION),
     "olmoe": TinyMoE("num_experts"),
     "flex_olmo": TinyMoE("num_experts"),
     "deepseek_v2": _deepseek(_LATENT_ATTENTION, _FIRST_DENSE),
     "deepseek_v3": _deepseek(_LATENT_ATTENTION, _FIRST_DENSE, n_group=2, topk_group=1),
     "deepseek_v32": _deepseek(_LATENT_ATTENTION, _FIRST_DENSE, _INDEXER, _MLP_TYPES, n_group=2, topk_group=1),
     "glm4_moe": _deepseek(_HEAD, _FIRST_DENSE),
+    "glm4v_moe": replace(
+        _deepseek(
+            _HEAD,
+            _FIRST_DENSE,
+            rope_parameters={
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "mrope_section": [1, 1, 0],
+                "partial_rotary_factor": 0.5,
+            },
+        ),
+        vision=_VISION,
+    ),
+    "kimi_k25": replace(
+        _deepseek(_LATENT_ATTENTION, _FIRST_DENSE, n_group=1, topk_group=1, model_type="kimi_k2"), vision=_PLAIN_VISION
+    ),
     "glm4_moe_lite": _deepseek(_LATENT_ATTENTION, _MLP_TYPES),
     "glm_moe_dsa": _deepseek(_LATENT_ATTENTION, _MLP_TYPES, _INDEXER),
     "dots1": _deepseek(_HEAD, _FIRST_DENSE),
@@ -179,10 +213,17 @@ TINY: dict[str, TinyMoE] = {
     "cohere2_moe": TinyMoE("num_experts", {"logit_scale": 1.0}),
     "mellum": TinyMoE("num_local_experts", {**_NARROW, **_HEAD}),
     "gpt_oss": TinyMoE("num_local_experts", _HEAD),
-    "llama4_text": TinyMoE(
-        "num_local_experts",
-        {**_HEAD, "intermediate_size": 12, "intermediate_size_mlp": 40, "moe_layers": [1, 2]},
-        moe_layers=(1, 2),
+    "llama4_text": _LLAMA4,
+    "llama4": replace(
+        _LLAMA4,
+        vision={
+            **_PLAIN_VISION,
+            "intermediate_size": 64,
+            "vision_output_dim": 32,
+            "projector_input_dim": 32,
+            "projector_output_dim": 32,
+        },
+        tower="language_model",
     ),
     "granitemoe": TinyMoE("num_local_experts"),
     "granitemoe_swa": TinyMoE("num_local_experts"),
@@ -197,9 +238,8 @@ TINY: dict[str, TinyMoE] = {
             "mamba_d_state": 8,
         },
     ),
-    "aria_text": TinyMoE(
-        "moe_num_experts", {"intermediate_size": 12, "moe_num_shared_experts": 1}, top_k_key="moe_topk"
-    ),
+    "aria_text": _ARIA,
+    "aria": replace(_ARIA, vision={**_PLAIN_VISION, "model_type": "idefics3_vision"}),
     "jamba": TinyMoE(
         "num_experts",
         {
@@ -255,8 +295,8 @@ def tiny_config(model_type: str, *, num_experts: int = NUM_EXPERTS, top_k: int =
         options["ffn_config"] = {**options["ffn_config"], **counts}
         counts = {}
     options = {**options, **counts, **overrides}
-    if tiny.text:
-        return AutoConfig.for_model(model_type, text_config=options, vision_config=_VISION)
+    if tiny.vision is not None:
+        return AutoConfig.for_model(model_type, text_config=options, vision_config=dict(tiny.vision))
     return AutoConfig.for_model(model_type, **options)
 
 
@@ -272,9 +312,9 @@ def build_tiny(model_type: str, *, seed: int = 0, dtype: torch.dtype = torch.flo
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     config = tiny_config(model_type, **overrides)
-    factory = AutoModelForImageTextToText if TINY[model_type].text else AutoModelForCausalLM
+    factory = AutoModelForImageTextToText if TINY[model_type].vision else AutoModelForCausalLM
     torch.manual_seed(seed)
-    model = factory.from_config(config).to(torch.float32)
+    model = factory.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for tensor in (t for layer in router_weights(model).values() for t in layer):
@@ -284,7 +324,7 @@ def build_tiny(model_type: str, *, seed: int = 0, dtype: torch.dtype = torch.flo
         for name, tensor in model.named_parameters():
             if name.endswith(("proj_bias", "experts.mlp.w1", "experts.mlp.v1", "experts.mlp.w2")):
                 tensor.normal_(0.0, 0.2, generator=generator)
-    return model.to(dtype).eval()
+    return (model if dtype == torch.float32 else model.to(dtype)).eval()
 
 
 def save_tiny(model: Any, directory: Path, *, fused: bool = False, max_shard_size: int | str = "50GB") -> Path:
@@ -301,7 +341,7 @@ def load_tiny(directory: Path, model_type: str, dtype: torch.dtype = torch.float
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    factory = AutoModelForImageTextToText if TINY[model_type].text else AutoModelForCausalLM
+    factory = AutoModelForImageTextToText if TINY[model_type].vision else AutoModelForCausalLM
     model, info = factory.from_pretrained(directory, dtype=dtype, output_loading_info=True)
     return model.eval(), info
 
@@ -314,7 +354,13 @@ def probe_tokens(*, batch: int = 3, length: int = 12, seed: int = 7) -> torch.Te
 def logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     """Logits [batch, length, vocabulary] in float32."""
     with torch.no_grad():
-        return model(input_ids=tokens, use_cache=False).logits.float()
+        return runnable(model)(input_ids=tokens, use_cache=False).logits.float()
+
+
+def runnable(model: Any) -> Any:
+    """The part of a model that turns token ids into logits without images."""
+    tower = TINY[model.config.model_type].tower
+    return getattr(model, tower) if tower else model
 
 
 def different_kept(
@@ -329,3 +375,9 @@ def different_kept(
             ids = sorted(torch.randperm(num_experts, generator=generator)[:keep].tolist())
         kept[layer] = ids
     return kept
+
+
+def masked_logits(model: Any, tokens: torch.Tensor, kept: Mapping[int, Sequence[int]]) -> torch.Tensor:
+    """Logits of the model with the router logits of all but the kept experts at -inf."""
+    with reference_masking(model, kept):
+        return logits(model, tokens)
