@@ -13,10 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from xmac_cli.checkpoint.directory import CONFIG_NAME, INDEX_NAME, Checkpoint
-from xmac_cli.checkpoint.hashing import hash_file, hash_files
-from xmac_cli.checkpoint.verification import VerifyResult, verify_directory
-
-__all__ = ["VerifyResult", "fast_fingerprint", "full_fingerprint", "hash_file", "hash_files", "verify_directory"]
+from xmac_cli.checkpoint.hashing import hash_files
 
 
 def fast_fingerprint(checkpoint: Checkpoint) -> str:

@@ -1,6 +1,6 @@
 """sha256 of files, at the speed of the disk: many files at once, or one file while it is being written.
 
-hashlib releases the interpreter lock, so plain threads use all cores. Memory is one 1 MB buffer a thread.
+hashlib releases the interpreter lock, so plain threads use all cores. Memory is one 256 KB buffer a thread.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from xmac_cli.checkpoint.files import open_regular
 
-_BUFFER_BYTES = 1 << 20
+_BUFFER_BYTES = 1 << 18
 
 
 def hash_file(path: Path, on_bytes: Callable[[int], None] | None = None) -> str:
@@ -53,7 +53,7 @@ class TrailingHash:
     """Hashes a file from its beginning to wherever the writer has got, in a thread of its own.
 
     Args:
-        path: the file; it may still be growing or being filled in order.
+        path: the file, already of its final size, being filled in order.
         written: bytes that are already final. A positive number means the file is complete.
     """
 

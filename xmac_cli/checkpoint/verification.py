@@ -15,7 +15,9 @@ from typing import Any
 from xmac_cli.checkpoint.auxiliary import attachment_folders
 from xmac_cli.checkpoint.directory import CONFIG_NAME, Checkpoint
 from xmac_cli.checkpoint.files import contained_file
+from xmac_cli.checkpoint.fingerprint import fast_fingerprint
 from xmac_cli.checkpoint.hashing import hash_files
+from xmac_cli.checkpoint.lineage import XMAC_JSON, listed_files, read_xmac_json
 from xmac_cli.cli.errors import InputError, VerificationError, XmacError
 from xmac_cli.cli.progress import NullProgress, Progress
 
@@ -71,8 +73,6 @@ def verify_directory(path: Path, *, threads: int | None = None, progress: Progre
     Raises:
         InputError: not a checkpoint and no xmac.json, or a broken xmac.json.
     """
-    from xmac_cli.checkpoint.lineage import read_xmac_json
-
     root = Path(path)
     if not root.is_dir():
         raise InputError(f"{root} is not a directory")
@@ -136,8 +136,6 @@ def _hub_hashes(root: Path) -> Iterator[tuple[str, tuple[int, str]]]:
 
 
 def _find_unlisted(root: Path, files: dict[str, Any], differences: list[str], notes: list[str]) -> None:
-    from xmac_cli.checkpoint.lineage import XMAC_JSON, listed_files
-
     for name in listed_files(root):
         if name in files or name == XMAC_JSON:
             continue
@@ -164,8 +162,6 @@ def _compare_hashes(
 
 
 def _check_attachments(checkpoint: Checkpoint, differences: list[str]) -> tuple[str, ...]:
-    from xmac_cli.checkpoint.fingerprint import fast_fingerprint
-
     folders = attachment_folders(checkpoint.path, checkpoint.config)
     fingerprint = fast_fingerprint(checkpoint) if folders else ""
     for name, folder in folders.items():
@@ -178,8 +174,6 @@ def _check_attachments(checkpoint: Checkpoint, differences: list[str]) -> tuple[
 
 
 def _check_last_step(checkpoint: Checkpoint, record: dict[str, Any] | None, differences: list[str]) -> None:
-    from xmac_cli.checkpoint.fingerprint import fast_fingerprint
-
     wanted = record["lineage"][-1].get("output_fingerprint") if record and record["lineage"] else None
     if wanted is not None and wanted != fast_fingerprint(checkpoint):
         differences.append(f"the last step of the lineage produced {wanted}, not {fast_fingerprint(checkpoint)}")
