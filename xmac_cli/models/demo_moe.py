@@ -32,6 +32,7 @@ from xmac_cli.training.loop import StepLoss, seed_everything, train
 from xmac_cli.training.options import TrainingOptions
 
 TOKENIZER_BYTES_PER_DOMAIN = 400_000
+SAVE_EVERY = 200
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def build_demo_moe(
     """
     progress = progress or NullProgress()
     progress.note("training the tokenizer")
-    tokenizer = train_tokenizer(corpus.train, recipe.vocabulary, TOKENIZER_BYTES_PER_DOMAIN, recipe.max_length)
+    tokenizer = train_tokenizer(corpus.train, recipe.vocabulary, TOKENIZER_BYTES_PER_DOMAIN, recipe.seqlen)
     streams = {domain: _stream(tokenizer, texts) for domain, texts in corpus.train.items()}
     heldout = {domain: _documents(tokenizer, texts) for domain, texts in corpus.heldout.items()}
     _check_streams(streams, recipe)
@@ -122,7 +123,7 @@ def demo_model(recipe: DemoMoeRecipe, tokenizer: Any) -> Any:
         norm_topk_prob=True,
         router_aux_loss_coef=recipe.balance,
         tie_word_embeddings=True,
-        max_position_embeddings=recipe.max_length,
+        max_position_embeddings=recipe.seqlen,
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
@@ -225,7 +226,7 @@ def _training_options(recipe: DemoMoeRecipe, seed: int, *, save: bool) -> Traini
         decay_share=0.5,
         final_lr_share=0.05,
         weight_decay=recipe.weight_decay,
-        save_every=200 if save else None,
+        save_every=SAVE_EVERY if save else None,
         seed=seed,
         device="cpu",
     )

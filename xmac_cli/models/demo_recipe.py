@@ -24,10 +24,9 @@ class DemoMoeRecipe:
         vocabulary: tokens of the byte-level BPE.
         hidden, layers, heads, kv_heads: as in transformers' Qwen3MoeConfig.
         experts, expert_width, top_k: routed experts per layer, their inner width, experts per token.
-        steps, rows, seqlen: optimizer steps of `rows` sequences of `seqlen` tokens.
+        steps, rows, seqlen: optimizer steps of `rows` sequences of `seqlen` tokens, which is also the longest input.
         lr, weight_decay, warmup_steps: AdamW; the schedule is warm-up, stable, decay.
         balance: weight of the load-balancing loss (2 when balanced, so that it adds 2 * balance).
-        max_length: longest input the config declares.
         mixture: share of the training rows per domain.
     """
 
@@ -47,7 +46,6 @@ class DemoMoeRecipe:
     weight_decay: float = 0.1
     warmup_steps: int = 50
     balance: float = 0.01
-    max_length: int = 1024
     mixture: Mapping[str, float] = field(default_factory=lambda: dict(_MIXTURE))
 
     def key(self, seed: int, corpus_fingerprint: str) -> str:
@@ -70,7 +68,6 @@ RECIPES: Mapping[str, DemoMoeRecipe] = {
         seqlen=64,
         lr=1e-2,
         warmup_steps=10,
-        max_length=256,
     ),
 }
 

@@ -20,6 +20,16 @@ DTYPES = {
     "float64": torch.float64,
 }
 
+_VOCABULARY_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "*.tiktoken",
+    "vocab.*",
+    "tekken.json",
+    "*.bpe.model",
+    "spiece.model",
+)
+
 
 def resolve_device(device: str) -> torch.device:
     """Turn "auto", "cpu", "cuda" or "cuda:N" into a device that exists.
@@ -101,8 +111,12 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> Any:
     """
     from transformers import AutoTokenizer
 
+    directory = _directory(path)
+    if not any(next(directory.glob(pattern), None) for pattern in _VOCABULARY_FILES):
+        # transformers would answer with an empty tokenizer of the family.
+        raise InputError(f"{directory} holds no tokenizer", "copy the tokenizer files of the original model into it")
     options = {"trust_remote_code": trust_remote_code, "local_files_only": True}
-    return _from_pretrained(AutoTokenizer, _directory(path), options)
+    return _from_pretrained(AutoTokenizer, directory, options)
 
 
 def choose_experts(model: Any, experts: str = "auto") -> None:
