@@ -57,6 +57,7 @@ def run_verb(verb: Verb, source: Path | None, output: Path | None, settings: Run
         report = verb.execute(Job(path, None, progress, settings))
         report = replace(report, output=report.output or path, timings=_timings(report, started))
     else:
+        output = output or verb.default_output()
         if output is None:
             raise UsageError("OUTPUT is missing", "give a second path or -o OUTPUT")
         report = _run_staged(verb, path, output, settings, progress, fingerprint, started)

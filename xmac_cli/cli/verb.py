@@ -125,6 +125,10 @@ class Verb:
         """What these options write; `writes` unless an option changes it."""
         return self.writes
 
+    def default_output(self) -> Path | None:
+        """OUTPUT when the command line names none."""
+        return None
+
     def shares(self) -> tuple[int, int] | None:
         """(i, n) when this process does share i of n of the work, counted from 1."""
         return None

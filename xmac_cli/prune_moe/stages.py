@@ -1,0 +1,165 @@
+"""The stages of prune-moe as functions of (options, job): score, plan, apply, all three, and compare.
+
+Each checks what can be checked from headers first, so that a wrong budget is answered before a model is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from xmac_cli.cli.errors import UsageError
+from xmac_cli.cli.verb import Job
+from xmac_cli.prune_moe.budget import Budget
+from xmac_cli.prune_moe.layout import Layout, sniff_layout
+from xmac_cli.prune_moe.option_texts import parse_layers, parse_protected
+from xmac_cli.prune_moe.options import PruneOptions
+from xmac_cli.prune_moe.plan import Plan, load_plan, make_plan, save_plan, super_experts
+from xmac_cli.prune_moe.scores import TENSOR_FILE, ExpertScores, LayerScores, load_scores, save_scores
+from xmac_cli.report.schema import Report
+
+if TYPE_CHECKING:
+    from xmac_cli.prune_moe.scoring_job import ScoringJob
+
+
+def run_score(options: PruneOptions, job: Job) -> Report:
+    """Calibrate and score; OUTPUT is a score directory."""
+    from xmac_cli.prune_moe.figures import score_figures
+    from xmac_cli.prune_moe.tables import score_report
+
+    layout = sniff_layout(job.checkpoint)
+    scoring = _scoring(options, job, layout)
+    scores = scoring.scores()
+    save_scores(job.staged.path, scores)
+    return replace(score_report(scores), figures=tuple(score_figures(scores)), warnings=scoring.warnings(scores))
+
+
+def run_plan(options: PruneOptions, job: Job) -> Report:
+    """Plan from a score directory; writes plan.json and nothing else."""
+    from xmac_cli.prune_moe.figures import score_figures
+    from xmac_cli.prune_moe.tables import plan_report
+
+    if options.plan_out is None:
+        raise UsageError("--stage plan needs --plan-out FILE")
+    if options.scores is None:
+        raise UsageError("--stage plan needs --scores DIR", "make one with --stage score -o DIR")
+    if options.refine_swaps:
+        raise UsageError("--refine-swaps runs the model, so it needs --stage all")
+    layout = sniff_layout(job.checkpoint)
+    scores = load_scores(options.scores)
+    plan = plan_from_scores(options, layout, scores, options.scores / TENSOR_FILE)
+    save_plan(options.plan_out, plan)
+    report = plan_report(plan, scores)
+    figures = score_figures(scores, {layer.layer: layer.keep for layer in plan.layers})
+    return replace(report, output=options.plan_out, figures=tuple(figures))
+
+
+def run_apply(options: PruneOptions, job: Job) -> Report:
+    """Cut the experts that a plan drops out of the files; no model is loaded unless --verify asks for it."""
+    if options.plan_file is None:
+        raise UsageError("--stage apply needs --plan FILE", "make one with --stage plan --plan-out FILE")
+    layout = sniff_layout(job.checkpoint)
+    return _write(options, job, layout, load_plan(options.plan_file), None)
+
+
+def run_all(options: PruneOptions, job: Job) -> Report:
+    """Score (or take --scores), plan, refine, apply, verify."""
+    layout = sniff_layout(job.checkpoint)
+    plan_from_scores(options, layout, _no_scores(layout), None)  # a wrong budget is answered before the model is loaded
+    scoring = None
+    if options.scores is not None:
+        scores = load_scores(options.scores)
+    else:
+        scoring = _scoring(options, job, layout)
+        scores = scoring.scores()
+    directory = options.scores_out or (job.scratch / "scores" if job.scratch and options.scores is None else None)
+    file = options.scores / TENSOR_FILE if options.scores else None
+    if directory is not None and options.scores is None:
+        save_scores(directory, scores)
+        file = directory / TENSOR_FILE
+    plan = plan_from_scores(options, layout, scores, file)
+    if options.refine_swaps:
+        scoring = scoring or _scoring(options, job, layout)
+        plan = scoring.refined(plan, scores)
+    if options.plan_out is not None:
+        save_plan(options.plan_out, plan)
+    report = _write(options, job, layout, plan, scores)
+    extra = scoring.warnings(scores) if scoring is not None else ()
+    return replace(report, warnings=(*report.warnings, *extra))
+
+
+def plan_from_scores(options: PruneOptions, layout: Layout, scores: ExpertScores, file: Path | None) -> Plan:
+    """The plan that the options ask for.
+
+    Raises:
+        UsageError, ConstraintError: as `make_plan`.
+    """
+    protect = parse_protected(options.protect)
+    if options.protect_super and scores.criterion != "none":
+        protect |= super_experts(scores)
+    return make_plan(
+        layout,
+        scores,
+        budget_of(options),
+        allocation=options.allocation,
+        export=options.export,
+        align=options.align,
+        protect=protect,
+        layers=parse_layers(options.layers),
+        mtp=options.mtp,
+        scores_file=file,
+    )
+
+
+def budget_of(options: PruneOptions) -> Budget:
+    """The one budget the options give."""
+    return Budget.of(
+        ratio=options.ratio,
+        keep=options.keep,
+        target_params=options.target_params,
+        target_size=options.target_size,
+    )
+
+
+def _no_scores(layout: Layout) -> ExpertScores:
+    """Scores without content, to try the constraints."""
+    import numpy as np
+
+    layers = tuple(LayerScores(b.name, b.layer, np.zeros(b.num_experts)) for b in layout.layers)
+    return ExpertScores("none", layers)
+
+
+def _scoring(options: PruneOptions, job: Job, layout: Layout) -> ScoringJob:
+    from xmac_cli.prune_moe.scoring_job import ScoringJob
+
+    return ScoringJob(options, job, layout)
+
+
+def _write(options: PruneOptions, job: Job, layout: Layout, plan: Plan, scores: ExpertScores | None) -> Report:
+    from xmac_cli.prune_moe.figures import score_figures
+    from xmac_cli.prune_moe.surgery import ready_plan, write_pruned
+    from xmac_cli.prune_moe.tables import plan_report
+    from xmac_cli.prune_moe.verify import verify_pruned
+
+    checked = ready_plan(plan, layout, None)
+    complete = write_pruned(job.staged, layout, checked, progress=job.progress, link=job.link)
+    report = plan_report(checked, scores)
+    if not complete:
+        return report
+    verified = verify_pruned(
+        layout,
+        job.staged.path,
+        checked,
+        level=options.verify,
+        progress=job.progress,
+        device=job.device,
+        dtype=job.dtype,
+        seed=job.seed,
+    )
+    figures: Sequence[Any] = ()
+    if scores is not None:
+        figures = score_figures(scores, {layer.layer: layer.keep for layer in checked.layers})
+    result = {**report.result, "verification": verified}
+    return replace(report, result=result, figures=tuple(figures))
