@@ -150,16 +150,15 @@ def _write(options: PruneOptions, job: Job, layout: Layout, plan: Plan, scores: 
         return report
     verified = verify_pruned(
         layout,
-        job.staged.path,
         checked,
-        level=options.verify,
-        progress=job.progress,
-        device=job.device,
-        dtype=job.dtype,
+        job.staged.path,
+        options.verify,
         seed=job.seed,
+        device=job.device,
+        progress=job.progress,
     )
     figures: Sequence[Any] = ()
     if scores is not None:
         figures = score_figures(scores, {layer.layer: layer.keep for layer in checked.layers})
-    result = {**report.result, "verification": verified}
+    result = {**report.result, "verification": verified.as_json()}
     return replace(report, result=result, figures=tuple(figures))
