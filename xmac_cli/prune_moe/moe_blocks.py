@@ -14,24 +14,15 @@ from typing import Any
 from torch import nn
 
 from xmac_cli.cli.errors import UnsupportedModelError
-
-REFUSED_MODEL_TYPES = {
-    "deepseek_v4": "its hash layers map token ids to expert ids, so experts cannot be masked by router logits",
-    "diffusion_gemma": "its router multiplies gates by a per-expert scale that no rule covers yet",
-    "ernie4_5_vl_moe": "two expert pools share one numbering",
-    "gemma4": "its router multiplies gates by a per-expert scale that no rule covers yet",
-    "gemma4_text": "its router multiplies gates by a per-expert scale that no rule covers yet",
-    "jetmoe": "attention heads are experts too",
-    "longcat_flash": "identity experts are appended to the router rows",
-    "nllb_moe": "encoder-decoder models with capacity routing are not covered",
-    "switch_transformers": "encoder-decoder models with capacity routing are not covered",
-    "zaya": "its routers pass a hidden state from layer to layer",
-}
+from xmac_cli.prune_moe.families import REFUSED, TOP_K_KEYS, find_family
 
 # Block classes in which a gate multiplies the *input* of its expert, and experts are called without gates.
 _GATE_ON_INPUT = frozenset({"Llama4TextMoe"})
 # Block classes that multiply the routed output by a constant of the block, after the experts have been added up.
-_OUTPUT_SCALE = {"Step3p7SparseMoeBlock": "routed_scaling_factor"}
+_OUTPUT_SCALE = {
+    "LagunaSparseMoeBlock": "routed_scaling_factor",
+    "Step3p7SparseMoeBlock": "routed_scaling_factor",
+}
 # Block classes that apply a linear map to the sum of the gated expert outputs.
 _OUTPUT_PROJECTION = {"NemotronHMoE": "fc2_latent_proj"}
 
@@ -45,6 +36,7 @@ class MoEModule:
     Args:
         name: module path of the block, as in `model.named_modules()`.
         layer: index of the decoder layer that holds the block.
+        model_type: of the model or of its language model, whichever families.py knows.
         block: the block; also holds shared experts, which are never players.
         router: computes router logits, picks top-k ids and gates.
         experts: holds the weights of all routed experts.
@@ -59,6 +51,7 @@ class MoEModule:
 
     name: str
     layer: int
+    model_type: str
     block: nn.Module
     router: nn.Module
     experts: nn.Module
@@ -81,9 +74,9 @@ def moe_modules(model: nn.Module) -> list[MoEModule]:
         UnsupportedModelError: a family on the refusal list, a block whose parts do not fit together, or no block.
     """
     for model_type in _model_types(model):
-        if model_type in REFUSED_MODEL_TYPES:
+        if model_type in REFUSED:
             raise UnsupportedModelError(
-                f"experts of `{model_type}` models cannot be pruned: {REFUSED_MODEL_TYPES[model_type]}",
+                f"experts of `{model_type}` models cannot be pruned: {REFUSED[model_type]}",
                 hint="add a rule and a test for this family before using it",
             )
     found = [
@@ -101,8 +94,13 @@ def moe_modules(model: nn.Module) -> list[MoEModule]:
 
 def _model_types(model: nn.Module) -> list[str]:
     config = getattr(model, "config", None)
-    holders = [config, getattr(config, "text_config", None)]
-    return [holder.model_type for holder in holders if holder is not None and hasattr(holder, "model_type")]
+    found = (getattr(holder, "model_type", None) for holder in (config, getattr(config, "text_config", None)))
+    return [str(model_type) for model_type in found if model_type]
+
+
+def _family_type(model: nn.Module) -> str:
+    types = _model_types(model)
+    return next((name for name in types if find_family(name) is not None), types[-1] if types else "unknown")
 
 
 def _router(block: nn.Module) -> nn.Module | None:
@@ -131,6 +129,7 @@ def _describe(name: str, block: nn.Module, router: nn.Module | None, model: nn.M
     return MoEModule(
         name=name,
         layer=int(match.group(1)),
+        model_type=_family_type(model),
         block=block,
         router=router,
         experts=experts,
@@ -167,7 +166,7 @@ def _top_k(name: str, block: nn.Module, router: nn.Module, model: nn.Module) -> 
             return int(holder.top_k)  # type: ignore[arg-type]
     config = getattr(model, "config", None)
     text_config = getattr(config, "text_config", config)
-    for key in ("num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token", "top_k_experts"):
+    for key in TOP_K_KEYS:
         if isinstance(getattr(text_config, key, None), int):
             return int(getattr(text_config, key))
     raise UnsupportedModelError(f"the number of experts per token of {name} cannot be read")

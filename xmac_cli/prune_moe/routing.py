@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from xmac_cli.cli.errors import UnsupportedModelError, UsageError
 from xmac_cli.prune_moe.moe_blocks import MoEModule, moe_modules
 
-__all__ = ["MoEModule", "RoutingCall", "masked_routing", "moe_modules"]
+__all__ = ["MoEModule", "RoutingCall", "masked_routing", "moe_modules", "route_logits"]
 
 _TOPK = (torch.topk, torch.Tensor.topk)
 _GATHER = (torch.gather, torch.Tensor.gather)
@@ -42,6 +42,7 @@ class RoutingCall:
         logits: [B*S, n] router logits of all experts, before anything was masked.
         index: int64 [B*S, k] chosen expert ids.
         gates: [B*S, k] factor with which each chosen expert really acts; 0 where fewer than k experts were available.
+        available: bool [B*S, k], False in slots that stayed empty because fewer than k experts were available.
     """
 
     module: MoEModule
@@ -49,6 +50,7 @@ class RoutingCall:
     logits: Tensor
     index: Tensor
     gates: Tensor
+    available: Tensor
 
 
 @contextmanager
@@ -79,6 +81,31 @@ def masked_routing(
             if name in masks or observe is not None:
                 _RoutingPatch(entry, masks.get(name), observe).install(undo)
         yield
+
+
+def route_logits(entry: MoEModule, logits: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
+    """Run a router's own code on given logits, without hidden states and without its block.
+
+    Args:
+        entry: the block whose router runs; one that returns (logits, gates, ids) and needs no further input.
+        logits: [T, n] router logits of all experts.
+        present: bool [n].
+
+    Returns:
+        (index int64 [T, k], gates float64 [T, k]); the gate is 0 in slots that stayed empty.
+
+    Raises:
+        UnsupportedModelError: the router does not have that form.
+    """
+    patch = _RoutingPatch(entry, present.reshape(1, -1), None)
+    patch.trace.replay = logits
+    width = getattr(entry.router, "hidden_dim", getattr(entry.router, "in_features", None))
+    if width is None or entry.gate_on_input:
+        raise UnsupportedModelError(f"the router of {entry.name} ({type(entry.router).__name__}) cannot be replayed")
+    blank = torch.zeros(1, dtype=logits.dtype, device=logits.device).expand(logits.shape[0], width)
+    with torch.inference_mode(), patch.trace:
+        _, gates, index = entry.router.forward(blank)
+    return index, gates.double().masked_fill(patch.absent(index), 0)
 
 
 def _as_mask(blocks: Mapping[str, MoEModule], name: str, mask: np.ndarray | Tensor) -> Tensor:
@@ -136,24 +163,27 @@ class _RoutingPatch:
         if self.observe is None or self.trace.logits is None or self.trace.index is None:
             return
         index = self.trace.index
-        gates = scores.gather(-1, index)
+        available = torch.ones_like(index, dtype=torch.bool)
         if self.trace.unavailable is not None:
-            gates = gates.masked_fill(self.trace.unavailable, 0)
-        self.observe(RoutingCall(self.entry, hidden, self.trace.logits, index, gates))
+            available = ~self.trace.unavailable
+        gates = scores.gather(-1, index) * available
+        self.observe(RoutingCall(self.entry, hidden, self.trace.logits, index, gates, available))
 
-    def _before_experts(self, experts: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    def _before_experts(self, experts: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         if len(args) != 3 or kwargs:
             raise UnsupportedModelError(f"{self.entry.name} calls its experts in a way that no rule covers")
         hidden, index, gates = args
-        logits = self.trace.logits
+        available = torch.ones_like(index, dtype=torch.bool)
         if self.mask is not None:
-            gates = gates.masked_fill(self._absent(index), 0)
-        if self.observe is not None and logits is not None:
+            available = ~self.absent(index)
+            gates = gates.masked_fill(~available, 0)
+        if self.observe is not None and self.trace.logits is not None:
             rows = hidden.reshape(-1, hidden.shape[-1])
-            self.observe(RoutingCall(self.entry, rows, logits.reshape(-1, logits.shape[-1]), index, gates))
+            logits = self.trace.logits.reshape(-1, self.entry.num_experts)
+            self.observe(RoutingCall(self.entry, rows, logits, index, gates, available))
         return (hidden, index, gates), kwargs
 
-    def _absent(self, index: Tensor) -> Tensor:
+    def absent(self, index: Tensor) -> Tensor:
         """Which of the chosen slots [T, k] must not act: absent experts, and slots beyond the survivors."""
         present = self.trace.rows(index.shape[0], index.device)
         absent = ~present.gather(1, index)
@@ -174,6 +204,7 @@ class _RouterTrace(TorchFunctionMode):
         self.logits: Tensor | None = None
         self.index: Tensor | None = None
         self.unavailable: Tensor | None = None
+        self.replay: Tensor | None = None
 
     def rows(self, tokens: int, device: torch.device) -> Tensor:
         """The mask of every token, bool [tokens, n]."""
@@ -188,7 +219,7 @@ class _RouterTrace(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _TOPK:
             return self._topk(func, *args, **kwargs)
-        output = func(*args, **kwargs)
+        output = self.replay if func is F.linear and self.replay is not None else func(*args, **kwargs)
         if func is F.linear and output.shape[-1] == self.num_experts:
             self.logits = output
             if self.mask is not None:
