@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 import numpy as np
@@ -23,7 +24,7 @@ def test_unigram_is_add_one_smoothed() -> None:
 
 def test_bigram_is_the_witten_bell_formula_counted_by_hand() -> None:
     model = BigramModel(ROWS, VOCABULARY)
-    pairs = Counter((int(a), int(b)) for row in ROWS for a, b in zip(row[:-1], row[1:]))
+    pairs = Counter((int(a), int(b)) for row in ROWS for a, b in itertools.pairwise(row))
     unigrams = Counter(ROWS.flatten().tolist())
     for history in range(VOCABULARY):
         after = {b: n for (a, b), n in pairs.items() if a == history}
