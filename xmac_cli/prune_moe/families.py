@@ -107,7 +107,7 @@ FAMILIES: tuple[Family, ...] = (
         layout_note="fused on the hub; text model below `model.language_model`",
     ),
     Family(
-        ("qwen3_vl_moe", "qwen3_vl_moe_text"),
+        ("qwen3_vl_moe",),
         _MLP,
         _GATE,
         "num_local_experts",

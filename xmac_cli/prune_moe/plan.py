@@ -39,12 +39,22 @@ from xmac_cli.prune_moe.plan_check import (
     with_keep,
 )
 from xmac_cli.prune_moe.plan_file import Amounts, Export, MtpPolicy, Plan, PlanLayer, load_plan, save_plan
-from xmac_cli.prune_moe.scores import ExpertScores
+from xmac_cli.prune_moe.scores import ExpertScores, LayerScores
 
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["Plan", "check_plan", "constraints_of", "load_plan", "make_plan", "save_plan", "super_experts", "with_keep"]
+__all__ = [
+    "Plan",
+    "check_plan",
+    "constraints_of",
+    "load_plan",
+    "make_plan",
+    "placeholder_scores",
+    "save_plan",
+    "super_experts",
+    "with_keep",
+]
 
 Allocation = Literal["uniform", "global"]
 
@@ -61,6 +71,7 @@ def make_plan(
     layers: Collection[int] | None = None,
     mtp: MtpPolicy = "slice",
     scores_file: Path | None = None,
+    headers_only: bool = False,
 ) -> Plan:
     """Decide which experts stay.
 
@@ -75,6 +86,7 @@ def make_plan(
         layers: decoder layers to prune; the others keep every expert, which needs padding.
         mtp: what happens to next-token layers.
         scores_file: recorded in the plan by name and hash.
+        headers_only: read no weights: next-token layers are not ranked but keep their first experts (for dry runs).
 
     Raises:
         ConstraintError: the demand cannot be met; the message says what can.
@@ -106,18 +118,29 @@ def make_plan(
             amounts=Amounts(0, 0, 0, 0, 0),
         )
 
+    def first_experts(count: int) -> tuple[PlanLayer, ...]:
+        return tuple(plan_layer(block, tuple(range(count))) for block in layout.mtp_layers) if mtp == "slice" else ()
+
     def trial(kept: list[Kept], count: int) -> Amounts:
         """Amounts before the next-token layers are ranked, which needs their weights."""
-        first = tuple(range(count))
-        return measure(layout, build(kept, count, tuple(plan_layer(x, first) for x in layout.mtp_layers)))
+        return measure(layout, build(kept, count, first_experts(count)))
 
     if allocation == "uniform":
         kept, count = _uniform(phis, guarded, chosen, budget, limits, form, trial)
     else:
         kept, count = _global(phis, guarded, chosen, budget, limits, form, trial)
-    slice_mtp = mtp == "slice" and count < layout.num_experts and form != "plan-only"
-    mtp_layers = plan_mtp_layers(layout, count, limits) if slice_mtp else ()
+    mtp_layers: tuple[PlanLayer, ...] = ()
+    if mtp == "slice" and count < layout.num_experts and form != "plan-only":
+        mtp_layers = first_experts(count) if headers_only else plan_mtp_layers(layout, count, limits)
     return finish_plan(build(kept, count, mtp_layers), layout, limits)
+
+
+def placeholder_scores(layout: Layout) -> ExpertScores:
+    """Scores for a dry run without scores: counts are right, the choice of experts means nothing."""
+    import numpy as np
+
+    phi = -np.arange(layout.num_experts, dtype=np.float64)
+    return ExpertScores("placeholder", tuple(LayerScores(layer.name, layer.layer, phi) for layer in layout.layers))
 
 
 def super_experts(scores: ExpertScores, *, quantile: float = 0.995, share: float = 0.1) -> set[tuple[int, int]]:
