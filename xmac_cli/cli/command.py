@@ -32,7 +32,12 @@ def build_command(verb: type[Verb]) -> Any:
         invoke(verb, values)
 
     callback.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [*_meta_parameters(verb), *(_parameter(f) for f in option_fields(verb)), *_common_parameters(verb)]
+        [
+            *(_parameter(f) for f in option_fields(verb) if f.option.argument),
+            *_meta_parameters(verb),
+            *(_parameter(f) for f in option_fields(verb) if not f.option.argument),
+            *_common_parameters(verb),
+        ]
     )
     callback.__doc__ = inspect.cleandoc(verb.__doc__ or "")
     app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)
@@ -53,6 +58,9 @@ def _parameter(field: OptionField) -> inspect.Parameter:
     if field.choices:
         help_text += f" ({' | '.join(field.choices)})"
     shown = _default_text(field)
+    if option.argument:
+        word = typer.Argument(help=help_text, metavar=option.metavar or field.flag, show_default=shown or False)
+        return _keyword(field.name, annotation, word)
     info = typer.Option(
         *names,
         help=help_text,

@@ -32,6 +32,7 @@ class Option:
         flag: the flag, where it cannot be the field's name.
         identity: whether the value is part of what the work is; False for options that only split or display it, which
             may differ between the runs of one job (--resume, --shards).
+        argument: a positional word before OUTPUT instead of a flag.
     """
 
     help: str
@@ -45,6 +46,7 @@ class Option:
     panel: str = "Options"
     flag: str | None = None
     identity: bool = True
+    argument: bool = False
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ def _take_apart(field: dataclasses.Field[Any], hint: Any) -> OptionField:
         choices, inner = tuple(str(c) for c in typing.get_args(inner)), str
     if inner not in (bool, int, float, str, Path):
         raise TypeError(f"option {field.name} has the unsupported type {inner}")
-    flag = option.flag or "--" + field.name.replace("_", "-")
+    flag = option.flag or (field.name.upper() if option.argument else "--" + field.name.replace("_", "-"))
     return OptionField(field.name, flag, inner, choices, multiple, field.default, option)
 
 
