@@ -214,16 +214,14 @@ def coalesce(pieces: Sequence[ByteRange | bytes]) -> Iterator[ByteRange | bytes]
     pending: ByteRange | bytes = b""
     for piece in pieces:
         if isinstance(piece, bytes):
+            if not piece:
+                continue
             if isinstance(pending, bytes):
                 pending += piece
                 continue
         elif piece.length == 0:
             continue
-        elif (
-            isinstance(pending, ByteRange)
-            and pending.file == piece.file
-            and pending.offset + pending.length == piece.offset
-        ):
+        elif isinstance(pending, ByteRange) and _continues(pending, piece):
             pending = ByteRange(pending.file, pending.offset, pending.length + piece.length)
             continue
         if pending:
@@ -231,6 +229,10 @@ def coalesce(pieces: Sequence[ByteRange | bytes]) -> Iterator[ByteRange | bytes]
         pending = piece
     if pending:
         yield pending
+
+
+def _continues(first: ByteRange, second: ByteRange) -> bool:
+    return first.file == second.file and first.offset + first.length == second.offset
 
 
 def unchanged_source(plan: ShardPlan) -> Path | None:
