@@ -113,6 +113,11 @@ class ShapleyResult:
     state: ShapleyState | None = None
 
 
+def expected_depth(n_players: int, truncate: float) -> int:
+    """Removals after which a walk is expected to be cut off."""
+    return n_players if truncate <= 0 else int(np.ceil(EXPECTED_EVALUATED_SHARE * n_players))
+
+
 def estimate_shapley(
     value_fn: ValueFn | None,
     n_players: int,
@@ -158,7 +163,7 @@ def estimate_shapley(
         VerificationError: a value is not finite, or the telescoping identity does not hold.
     """
     options = SamplerOptions(sampler, weights, mix, temper, seed)
-    expected = n_players if truncate <= 0 else int(np.ceil(EXPECTED_EVALUATED_SHARE * n_players))
+    expected = expected_depth(n_players, truncate)
     draws = PermutationSampler(n_players, permutations, options, prior=prior, depth=expected)
     progress = progress or NullProgress()
     with progress.task("Shapley permutations", total=permutations * expected, unit="coalitions") as task:
