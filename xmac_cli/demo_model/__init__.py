@@ -1,0 +1,1 @@
+"""demo-model: a small real model to try the other verbs on."""

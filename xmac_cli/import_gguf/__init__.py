@@ -1,0 +1,1 @@
+"""import-gguf: a GGUF file as a safetensors checkpoint directory."""
