@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from xmac_cli.cli.errors import UsageError
 from xmac_cli.cli.verb import Job
@@ -24,7 +24,11 @@ from xmac_cli.prune_moe.plan import Plan
 from xmac_cli.prune_moe.scores import ExpertScores
 from xmac_cli.report.schema import Report
 
+if TYPE_CHECKING:
+    from xmac_cli.prune_moe.scoring_job import ScoringJob
+
 _WINDOW = 512
+_GAMES = ("recon", "ppl", "nll", "kl")
 
 
 def run_compare(options: PruneOptions, job: Job) -> Report:
@@ -37,17 +41,17 @@ def run_compare(options: PruneOptions, job: Job) -> Report:
 
     if not options.eval_data:
         raise UsageError("--stage compare needs held-out text", "name it with --eval-data FILE, one file per domain")
-    parsed = {label: parse_criterion(label) for label in options.criteria}
+    parsed = {label: parse_contender(label) for label in options.criteria}
     layout = sniff_layout(job.checkpoint)
     scoring = ScoringJob(options, job, layout)
     domains = read_domains(options.eval_data, scoring.tokenizer, options.eval_tokens)
     made: dict[tuple[str, float], list[ExpertScores] | None] = {}
 
     def scores_of(label: str, ratio: float) -> Sequence[ExpertScores] | None:
-        criterion, value = parsed[label]
-        key = (label, ratio if criterion == "naee" else 0.0)
+        contender = parsed[label]
+        key = (label, ratio if contender.criterion == "naee" else 0.0)
         if key not in made:
-            made[key] = _score(scoring, criterion, value, ratio, options.random_seeds)
+            made[key] = _score(scoring, contender, ratio, options.random_seeds)
         return made[key]
 
     def judge(kept: Mapping[int, Sequence[int]]) -> dict[str, float]:
@@ -60,7 +64,7 @@ def run_compare(options: PruneOptions, job: Job) -> Report:
     outcomes = compare_criteria(layout, scores_of, evaluate, options.criteria, options.ratios, job.progress)
     found = verdicts(outcomes)
     rows = [outcome.as_json() for outcome in outcomes]
-    ranked = {label: scores[0] for (label, _), scores in made.items() if scores and parsed[label][0] != "naee"}
+    ranked = {label: scores[0] for (label, _), scores in made.items() if scores and parsed[label].criterion != "naee"}
     names, matrix = spearman_matrix(ranked)
     result = {
         "full": full,
@@ -77,28 +81,49 @@ def run_compare(options: PruneOptions, job: Job) -> Report:
     return Report(result, tables=tables, figures=figures, warnings=tuple(dict.fromkeys(warnings)))
 
 
-def parse_criterion(label: str) -> tuple[str, str | None]:
-    """Split "shapley:ppl" into criterion and value; other criteria have no value.
+@dataclass(frozen=True)
+class Contender:
+    """One criterion of a comparison.
+
+    Args:
+        criterion: name.
+        value: value of the Shapley game, or None.
+        permutations: M of the Shapley estimator, or None for the option's.
+    """
+
+    criterion: str
+    value: str | None = None
+    permutations: int | None = None
+
+
+def parse_contender(label: str) -> Contender:
+    """Read "reap", "shapley:ppl" or "shapley:recon:200" (game and permutations).
 
     Raises:
-        UsageError: unknown names.
+        UsageError: unknown names, or permutations that are no positive number.
     """
-    criterion, _, value = label.partition(":")
+    criterion, *rest = label.split(":")
     if criterion not in CRITERIA or criterion == "from-file":
         raise UsageError(f"'{label}' is no criterion that can be compared", f"known: {', '.join(CRITERIA[:-1])}")
-    if value and (criterion != "shapley" or value not in ("ppl", "nll", "recon", "kl")):
-        raise UsageError(f"'{label}': a game is named as shapley:ppl, shapley:nll, shapley:recon or shapley:kl")
-    return criterion, value or None
+    if not rest:
+        return Contender(criterion)
+    permutations = rest[1] if len(rest) == 2 else "1"
+    if criterion != "shapley" or len(rest) > 2 or rest[0] not in _GAMES or not permutations.isdigit():
+        raise UsageError(
+            f"'{label}': write shapley:GAME or shapley:GAME:PERMUTATIONS with a game of {', '.join(_GAMES)}"
+        )
+    return Contender(criterion, rest[0], int(permutations) if len(rest) == 2 else None)
 
 
-def _score(scoring: Any, criterion: str, value: str | None, ratio: float, seeds: int) -> list[ExpertScores] | None:
-    options: PruneOptions = scoring.options
-    if value is not None:
-        options = replace(options, value=value)  # type: ignore[arg-type]
-    options = replace(options, criterion=criterion)
-    if criterion == "naee":
+def _score(scoring: ScoringJob, contender: Contender, ratio: float, seeds: int) -> list[ExpertScores] | None:
+    options: Any = replace(scoring.options, criterion=contender.criterion)
+    if contender.value is not None:
+        options = replace(options, value=contender.value)
+    if contender.permutations is not None:
+        options = replace(options, permutations=contender.permutations)
+    if contender.criterion == "naee":
         return scoring.naee(ratio)
-    if criterion != "random":
+    if contender.criterion != "random":
         return [scoring.scores(options)]
     return [scoring.scores(options, seed=scoring.job.seed + offset) for offset in range(seeds)]
 

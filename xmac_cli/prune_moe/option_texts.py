@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from typing import Literal
 
 from xmac_cli.cli.errors import UsageError
 
@@ -60,7 +61,7 @@ def parse_share(text: str | None) -> tuple[int, int] | None:
     return int(match[1]), int(match[2])
 
 
-def parse_temper(text: str) -> float | str:
+def parse_temper(text: str) -> float | Literal["auto"]:
     """Read --rgis-temper: a number >= 0, or "auto".
 
     Raises:

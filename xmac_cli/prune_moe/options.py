@@ -141,7 +141,7 @@ class PruneOptions:
     )
     criteria: Annotated[
         tuple[str, ...],
-        Option("criteria to compare; shapley:ppl and shapley:recon name the game", metavar="NAME", panel=_COMPARE),
+        Option("criterion, or shapley:GAME[:PERMUTATIONS]", metavar="NAME", panel=_COMPARE),
     ] = ("shapley:recon", "shapley:ppl", "reap", "frequency", "naee", "random")
     random_seeds: Annotated[int, Option("seeds of the random baseline", ge=1, panel=_COMPARE)] = 3
 

@@ -16,8 +16,8 @@ from xmac_cli.prune_moe.budget import Budget
 from xmac_cli.prune_moe.layout import Layout, sniff_layout
 from xmac_cli.prune_moe.option_texts import parse_layers, parse_protected
 from xmac_cli.prune_moe.options import PruneOptions
-from xmac_cli.prune_moe.plan import Plan, load_plan, make_plan, save_plan, super_experts
-from xmac_cli.prune_moe.scores import TENSOR_FILE, ExpertScores, LayerScores, load_scores, save_scores
+from xmac_cli.prune_moe.plan import Plan, load_plan, make_plan, placeholder_scores, save_plan, super_experts
+from xmac_cli.prune_moe.scores import TENSOR_FILE, ExpertScores, load_scores, save_scores
 from xmac_cli.report.schema import Report
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def run_apply(options: PruneOptions, job: Job) -> Report:
 def run_all(options: PruneOptions, job: Job) -> Report:
     """Score (or take --scores), plan, refine, apply, verify."""
     layout = sniff_layout(job.checkpoint)
-    plan_from_scores(options, layout, _no_scores(layout), None)  # a wrong budget is answered before the model is loaded
+    _check_budget(options, layout)
     scoring = None
     if options.scores is not None:
         scores = load_scores(options.scores)
@@ -90,14 +90,48 @@ def run_all(options: PruneOptions, job: Job) -> Report:
     return replace(report, warnings=(*report.warnings, *extra))
 
 
-def plan_from_scores(options: PruneOptions, layout: Layout, scores: ExpertScores, file: Path | None) -> Plan:
+def preview(options: PruneOptions, source: Path) -> Report:
+    """--dry-run: what pruning would change and cost."""
+    from xmac_cli.prune_moe.dry_run import Scoring, dry_run
+
+    layout = sniff_layout(source)
+    if options.plan_file is not None:
+        return dry_run(layout, load_plan(options.plan_file))
+    if options.scores is not None:
+        file = options.scores / TENSOR_FILE
+        return dry_run(layout, plan_from_scores(options, layout, load_scores(options.scores), file))
+    scoring = Scoring(
+        options.criterion,
+        options.value,
+        options.permutations,
+        options.truncate,
+        options.calib_samples * options.calib_seqlen,
+    )
+    return dry_run(layout, _check_budget(options, layout), scoring)
+
+
+def _check_budget(options: PruneOptions, layout: Layout) -> Plan:
+    """A plan without scores: a budget that cannot be met is answered before the model is loaded."""
+    return plan_from_scores(options, layout, placeholder_scores(layout), None, headers_only=True)
+
+
+def plan_from_scores(
+    options: PruneOptions, layout: Layout, scores: ExpertScores, file: Path | None, *, headers_only: bool = False
+) -> Plan:
     """The plan that the options ask for.
+
+    Args:
+        options: budget, allocation, constraints.
+        layout: of the checkpoint.
+        scores: importance; equal scores when there are none yet.
+        file: the score file, to be named in the plan.
+        headers_only: read no weights.
 
     Raises:
         UsageError, ConstraintError: as `make_plan`.
     """
     protect = parse_protected(options.protect)
-    if options.protect_super and scores.criterion != "none":
+    if options.protect_super and not headers_only:
         protect |= super_experts(scores)
     return make_plan(
         layout,
@@ -110,6 +144,7 @@ def plan_from_scores(options: PruneOptions, layout: Layout, scores: ExpertScores
         layers=parse_layers(options.layers),
         mtp=options.mtp,
         scores_file=file,
+        headers_only=headers_only,
     )
 
 
@@ -121,14 +156,6 @@ def budget_of(options: PruneOptions) -> Budget:
         target_params=options.target_params,
         target_size=options.target_size,
     )
-
-
-def _no_scores(layout: Layout) -> ExpertScores:
-    """Scores without content, to try the constraints."""
-    import numpy as np
-
-    layers = tuple(LayerScores(b.name, b.layer, np.zeros(b.num_experts)) for b in layout.layers)
-    return ExpertScores("none", layers)
 
 
 def _scoring(options: PruneOptions, job: Job, layout: Layout) -> ScoringJob:
