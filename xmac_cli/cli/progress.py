@@ -57,6 +57,7 @@ class _Metrics:
         self._start = time.monotonic()
 
     def metrics_to(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
 
     def metric(self, values: Mapping[str, Any]) -> None:
