@@ -121,6 +121,7 @@ def demo_model(recipe: DemoMoeRecipe, tokenizer: Any) -> Any:
         num_experts=recipe.experts,
         num_experts_per_tok=recipe.top_k,
         norm_topk_prob=True,
+        initializer_range=recipe.initializer_range,
         router_aux_loss_coef=recipe.balance,
         tie_word_embeddings=True,
         max_position_embeddings=recipe.seqlen,

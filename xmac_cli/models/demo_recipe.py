@@ -25,6 +25,7 @@ class DemoMoeRecipe:
         hidden, layers, heads, kv_heads: as in transformers' Qwen3MoeConfig.
         experts, expert_width, top_k: routed experts per layer, their inner width, experts per token.
         steps, rows, seqlen: optimizer steps of `rows` sequences of `seqlen` tokens, which is also the longest input.
+        initializer_range: standard deviation of fresh weights; the usual 0.02 is too timid at this width and budget.
         lr, weight_decay, warmup_steps: AdamW; the schedule is warm-up, stable, decay.
         balance: weight of the load-balancing loss (2 when balanced, so that it adds 2 * balance).
         mixture: share of the training rows per domain.
@@ -39,10 +40,11 @@ class DemoMoeRecipe:
     experts: int = 16
     expert_width: int = 128
     top_k: int = 2
-    steps: int = 1200
+    steps: int = 1300
     rows: int = 4
     seqlen: int = 256
-    lr: float = 3e-3
+    lr: float = 5e-3
+    initializer_range: float = 0.06
     weight_decay: float = 0.1
     warmup_steps: int = 50
     balance: float = 0.01
@@ -60,13 +62,13 @@ RECIPES: Mapping[str, DemoMoeRecipe] = {
         corpus="tiny",
         vocabulary=512,
         hidden=64,
-        layers=4,
         experts=8,
         expert_width=32,
-        steps=80,
+        steps=120,
         rows=8,
         seqlen=64,
         lr=1e-2,
+        initializer_range=0.1,
         warmup_steps=10,
     ),
 }
