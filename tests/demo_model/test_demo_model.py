@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from xmac_cli.checkpoint.verification import verify_directory
 from xmac_cli.checkpoint.lineage import read_xmac_json
+from xmac_cli.checkpoint.verification import verify_directory
 from xmac_cli.cli.errors import UsageError
 from xmac_cli.data.documents import read_documents
 from xmac_cli.demo_model.command import DemoModel
