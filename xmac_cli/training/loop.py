@@ -2,7 +2,8 @@
 
 A method supplies a function that turns a model and a batch into a loss, and a function that returns batch number i.
 Because batches are addressed by number, a resumed run sees exactly the batches that an uninterrupted run would see.
-With several processes (`accelerate launch`) process r of w takes batches r, r + w, r + 2w, ...
+With several processes (`accelerate launch`) process r of w takes batches r, r + w, r + 2w, ...; gradients are their
+mean. Only process 0 writes; its random generators are the ones a resumed run starts from.
 """
 
 from __future__ import annotations
@@ -106,7 +107,8 @@ def train(
     if saved is not None:
         start, _ = load_state(saved, key, model, optimizer, average)
         progress.note(f"training continues at step {start}")
-    metrics = _MetricsFile(directory / "metrics.jsonl" if directory is not None else None, start)
+    writes = directory is not None and accelerator.is_main_process
+    metrics = _MetricsFile(directory / "metrics.jsonl" if directory is not None and writes else None, start)
     wrapped, prepared = accelerator.prepare(model, optimizer)
     last = options.steps if stop_after is None else min(options.steps, stop_after)
     wrapped.train()
@@ -124,8 +126,7 @@ def train(
                 line = {"step": done, "lr": lr, **numbers}
                 metrics.add(line)
                 progress.metric(line)
-            saving = _is_save_step(options, done, last, stop_after) and accelerator.is_main_process
-            if directory is not None and saving:
+            if directory is not None and writes and _is_save_step(options, done, last, stop_after):
                 save_state(directory, done, key, model, optimizer, average, {})
             task.advance(1)
     # accelerate replaces `forward` for mixed precision; the caller gets the model back as it was.
