@@ -119,6 +119,7 @@ def dry_run(layout: Layout, plan: Plan, scoring: Scoring | None = None) -> Repor
         "groups": {"n_group": layout.n_group, "topk_group": layout.topk_group},
         "routing": layout.family.routing,
         "selection_bias": layout.family.selection_bias,
+        "paddable": layout.family.paddable,
         "null_move_exact": layout.null_move_exact,
         "parameters": {
             "before": plan.amounts.parameters_before,

@@ -71,8 +71,17 @@ class Family:
 
     @property
     def selection_bias(self) -> bool:
-        """Whether routers of the family have a selection bias, which makes padded slots exact."""
+        """Whether routers of the family have a bias that decides which experts are chosen."""
         return any(rule.bias for rule in self.router)
+
+    @property
+    def paddable(self) -> bool:
+        """Whether an empty slot can be disabled exactly.
+
+        A selection bias keeps the slot from being chosen. But where scores are a softmax over all logits (ERNIE), the
+        empty slot's logit of 0 would still shrink every other score before the bias is added, and change the choice.
+        """
+        return self.selection_bias and self.routing != "softmax"
 
 
 PER_EXPERT = r"experts\.(?P<expert>\d+)\.(?P<rest>.+)"

@@ -159,7 +159,8 @@ def sniff_layout(source: Path | str | Checkpoint) -> Layout:
     depth = config_value(checkpoint.config, ("num_hidden_layers", "n_layers", "num_layers"))
     bits = packed_bits(checkpoint.config)
     layers = [
-        _read_block(block, tensors, family, count, bits, _is_mtp(block, depth)) for block, tensors in blocks.items()
+        _read_block(block, tensors, family, count, bits, is_next_token_name(block, depth))
+        for block, tensors in blocks.items()
     ]
     layers.sort(key=lambda layer: (layer.mtp, layer.layer, layer.name))
     main = tuple(layer for layer in layers if not layer.mtp)
@@ -176,7 +177,7 @@ def sniff_layout(source: Path | str | Checkpoint) -> Layout:
         topk_group=topk_group,
         layers=main,
         mtp_layers=tuple(layer for layer in layers if layer.mtp),
-        mtp_tensors=frozenset(name for name in checkpoint.tensors if _is_mtp(name, depth)),
+        mtp_tensors=frozenset(name for name in checkpoint.tensors if is_next_token_name(name, depth)),
         parameters=sum(parameters_of(tensor, bits) for tensor in checkpoint.tensors.values()),
     )
 
@@ -328,7 +329,13 @@ def _sliced(tensor: TensorInfo, rule: AxisRule, num_experts: int, part: Literal[
     return Claim("slice", axis=rule.axis, role="bias" if rule.bias else part)
 
 
-def _is_mtp(name: str, depth: int | None) -> bool:
+def is_next_token_name(name: str, depth: int | None) -> bool:
+    """Whether a tensor or block belongs to a next-token-prediction layer.
+
+    Args:
+        name: name of a tensor or block.
+        depth: number of decoder layers; later ones are next-token layers.
+    """
     if re.search(MTP_PREFIX, name):
         return True
     match = _TRAILING_LAYER.match(name + ".")

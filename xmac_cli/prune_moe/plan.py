@@ -311,8 +311,8 @@ def _chosen_layers(layout: Layout, layers: Collection[int] | None) -> list[int]:
 def _export_form(layout: Layout, allocation: str, export: str, *, partial: bool) -> Export:
     if export == "plan-only":
         return "plan-only"
-    if export == "pad" or (export == "auto" and layout.family.selection_bias and (partial or allocation == "global")):
-        if not layout.family.selection_bias:
+    if export == "pad" or (export == "auto" and layout.family.paddable and (partial or allocation == "global")):
+        if not layout.family.paddable:
             raise ConstraintError(no_padding(layout), "use --export bounded, or --export plan-only for the plan alone")
         return "pad"
     if partial:

@@ -64,7 +64,7 @@ def check_plan(plan: Plan, layout: Layout) -> Plan:
         _check_stored_count(plan, limits)
     for layer in (*plan.layers, *plan.mtp_layers):
         _check_layer(layer, plan, limits, padded=plan.export == "pad" and layer in plan.layers)
-    if plan.export == "pad" and not layout.family.selection_bias:
+    if plan.export == "pad" and not layout.family.paddable:
         raise ConstraintError(no_padding(layout))
     return finish_plan(plan, layout, limits)
 
@@ -133,6 +133,10 @@ def plan_layer(block: MoELayer, keep: Kept) -> PlanLayer:
 
 def no_padding(layout: Layout) -> str:
     """Why slots of this family cannot be padded."""
+    if layout.family.selection_bias:
+        return (
+            f"routers of {layout.model_type} weigh all logits against each other, so an empty slot changes the choice"
+        )
     return f"routers of {layout.model_type} have no selection bias, so an empty slot cannot be disabled exactly"
 
 
