@@ -29,7 +29,7 @@ from xmac_cli.checkpoint.writer import (
     write_durably,
     write_index,
 )
-from xmac_cli.cli.errors import ConstraintError
+from xmac_cli.cli.errors import ConstraintError, UsageError
 from xmac_cli.cli.progress import NullProgress, Progress
 
 __all__ = ["StagedOutput", "check_destination", "check_free_space", "name_shards", "write_checkpoint"]
@@ -76,7 +76,7 @@ def write_checkpoint(
         source: where auxiliary files, index metadata and attachments come from.
         progress: shown while bytes are copied.
         link: reflink or hard-link shards that do not change.
-        shards: (i, n): write only share i of n; default `staged.shares`.
+        shards: must be `staged.shares`; says in the call that only this share is written.
 
     Returns:
         True when the tree is complete; False when other shares are missing (see StagedOutput.claim_completion).
@@ -86,6 +86,8 @@ def write_checkpoint(
         InputError: a plan does not add up, or a source file has changed.
         XmacError: not enough room on the disk, checked before the first byte.
     """
+    if shards is not None and shards != staged.shares:
+        raise UsageError(f"share {shards[0]}/{shards[1]} needs an output that was staged for it")
     if staged.finished:
         return True
     named = name_shards(plans, source)
@@ -93,9 +95,7 @@ def write_checkpoint(
         check_plan(plan)
     digests = {plan.file_name: plan_digest(plan) for plan in named}
     todo = [
-        plan
-        for plan in _share(named, shards or staged.shares)
-        if not staged.is_done(plan.file_name, digests[plan.file_name])
+        plan for plan in _share(named, staged.shares) if not staged.is_done(plan.file_name, digests[plan.file_name])
     ]
     check_free_space(staged.path, _needed_bytes(todo, source, link))
     _write_shards(staged, todo, digests, progress or NullProgress(), link)

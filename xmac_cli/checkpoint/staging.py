@@ -13,6 +13,7 @@ the new complete one.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -20,6 +21,7 @@ import shutil
 import time
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from xmac_cli.checkpoint.journal import JobHeader, Journal, job_of, parse_lines
 from xmac_cli.checkpoint.writer import ShardRecord, sync_path
@@ -160,18 +162,26 @@ class StagedOutput:
             names: all files that the shares make together.
 
         Returns:
-            True when all of them are complete; other processes then wait until this one has left the context. Always
-            True for a job that is not split, because then its own loop has just completed them.
+            True when all of them are complete and every share has come this far; the last one gets it, and others
+            wait until it has left the context. Always True for a job that is not split: its own loop has just
+            completed them.
         """
         if self.shares is None or self._may_commit:
             return True
-        gate = Journal(self.partial / "commit.lock")
-        if not gate.lock(shared=False, wait=True):  # another share has committed and removed the partial directory
+        try:
+            gate = Journal(self.partial / "commit.lock")
+        except FileNotFoundError:  # another share has published and removed the partial directory
+            return False
+        if not gate.lock(shared=False, wait=True):  # the same, while this one waited
             gate.close()
             return False
         self._open_journals.insert(0, gate)
+        self._open_journals[-1].append({"share": self.shares[0]})
         self._load_done()
-        self._may_commit = names <= self.done.keys()
+        reported = {entry["share"] for entry in self._entries() if "share" in entry}
+        self._may_commit = names <= self.done.keys() and len(reported) == self.shares[1]
+        if self._may_commit:
+            self._remove_temporaries()
         return self._may_commit
 
     @property
@@ -191,8 +201,6 @@ class StagedOutput:
         if self.finished or not self._may_commit:
             return self.finished
         check_destination(None, self.destination, self._overwrite)
-        for leftover in self.path.glob("*.tmp"):
-            leftover.unlink()
         _sync_tree(self.path)
         self._open_journals[-1].append({"commit": self.path.stat().st_ino})
         self._publish()
@@ -207,13 +215,13 @@ class StagedOutput:
             self.destination.rename(replaced)
             self.path.rename(self.destination)
         sync_path(self.destination.parent)
-        shutil.rmtree(self.partial, ignore_errors=True)
+        self._remove_partial()
 
     def _start(self) -> None:
         self.partial.parent.mkdir(parents=True, exist_ok=True)
         if self._was_committed():
             self.finished = True
-            shutil.rmtree(self.partial, ignore_errors=True)
+            self._remove_partial()
             return
         if self.shares is None:
             journal = self._lock_alone()
@@ -222,15 +230,20 @@ class StagedOutput:
             self._join()
         self.path.mkdir(exist_ok=True)
         self.scratch.mkdir(exist_ok=True)
+        if self.shares is None:
+            self._remove_temporaries()
         self._load_done()
 
     def _lock_alone(self) -> Journal:
-        check_destination(None, self.destination, self._overwrite)
+        if not (self.partial / _REPLACED).exists():
+            check_destination(None, self.destination, self._overwrite)
         self._make_partial()
         journal = Journal(self.partial / _JOURNAL)
         self._open_journals.append(journal)
         if not journal.lock(shared=False):
             raise UsageError(f"another process is writing {self.partial}", "wait for it, or choose another output")
+        self._put_back_replaced()
+        check_destination(None, self.destination, self._overwrite)
         return journal
 
     def _adopt_or_wipe(self, journal: Journal) -> None:
@@ -239,10 +252,7 @@ class StagedOutput:
             self._check_job(job)
             return
         if job is not None:
-            self._put_back_replaced()
-            for entry in self.partial.iterdir():
-                if entry.name != _JOURNAL:
-                    shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+            self._clear_partial()
         journal.restart(self._job)
 
     def _join(self) -> None:
@@ -296,23 +306,27 @@ class StagedOutput:
             raise ResumeMismatchError(f"{self.partial} is split into {job.shares or 1} shares, not {self.shares[1]}")
 
     def _load_done(self) -> None:
-        for path in sorted(self.partial.glob("journal*.jsonl")):
-            for entry in parse_lines(path.read_bytes()):
-                if "file" not in entry:
-                    continue
-                record = ShardRecord(entry["file"], entry["bytes"], entry["sha256"])
-                target = self.path / record.file_name
-                if target.is_file() and target.stat().st_size == record.size:
-                    self.done[record.file_name] = record
-                    self._plans[record.file_name] = entry["plan"]
+        for entry in self._entries():
+            if "file" not in entry:
+                continue
+            record = ShardRecord(entry["file"], entry["bytes"], entry["sha256"])
+            target = self.path / record.file_name
+            if target.is_file() and target.stat().st_size == record.size:
+                self.done[record.file_name] = record
+                self._plans[record.file_name] = entry["plan"]
+
+    def _entries(self) -> list[dict[str, Any]]:
+        """Return the lines of all journals, the common one first."""
+        paths = [self.partial / _JOURNAL, *sorted(self.partial.glob("journal-*.jsonl"))]
+        return [entry for path in paths if path.is_file() for entry in parse_lines(path.read_bytes())]
 
     def _was_committed(self) -> bool:
         """Tell whether a run with our key was killed between publishing and removing the partial directory."""
         journal = self.partial / _JOURNAL
         if not self._resume or not journal.is_file() or not self.destination.is_dir():
             return False
-        entries = [e for path in self.partial.glob("journal*.jsonl") for e in parse_lines(path.read_bytes())]
-        job = job_of(parse_lines(journal.read_bytes()))
+        entries = self._entries()
+        job = job_of(entries)
         inodes = {entry["commit"] for entry in entries if "commit" in entry}
         return job is not None and job.job_key == self._job.job_key and self.destination.stat().st_ino in inodes
 
@@ -322,6 +336,23 @@ class StagedOutput:
         if replaced.is_dir() and not self.destination.exists():
             replaced.rename(self.destination)
 
+    def _remove_temporaries(self) -> None:
+        """Remove half-written files of a killed run; must only be called when no other process writes."""
+        for leftover in self.path.glob("*.tmp"):
+            leftover.unlink()
+
+    def _clear_partial(self) -> None:
+        for entry in self.partial.iterdir():
+            if entry.name != _JOURNAL:
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+
+    def _remove_partial(self) -> None:
+        """Remove the partial directory, the journal last: whoever is killed before that can be resumed."""
+        self._clear_partial()
+        (self.partial / _JOURNAL).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # another share may just be looking into it
+            self.partial.rmdir()
+
     def _release(self) -> None:
         for journal in self._open_journals:
             journal.close()
@@ -329,7 +360,7 @@ class StagedOutput:
 
 
 def _is_bare(directory: Path) -> bool:
-    return not directory.is_dir() or not any(directory.iterdir())
+    return not any(path.is_file() and path.stat().st_size for path in directory.rglob("*"))
 
 
 def _sync_tree(root: Path) -> None:
