@@ -89,7 +89,7 @@ def _keyword(name: str, annotation: Any, info: Any, default: Any = None) -> insp
 def _meta_parameters(verb: type[Verb]) -> list[inspect.Parameter]:
     parameters = []
     if verb.reads:
-        what = "a checkpoint directory, a hub id, or -" if verb.reads == "checkpoint" else "a file, or -"
+        what = "a file, or -" if verb.reads == "file" else "a checkpoint directory, a hub id, or -"
         info = typer.Argument(help=f"{what} (one path on stdin)", metavar="INPUT", show_default=False)
         parameters.append(_keyword("source", str | None, info))
     if verb.writes:

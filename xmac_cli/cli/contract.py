@@ -77,7 +77,7 @@ def _open_source(verb: Verb, source: Path | None) -> tuple[Path | None, str | No
     if source is None:
         raise UsageError("INPUT is missing", "give a path, or - to read one from stdin")
     path = resolve_input(source, verb.reads)
-    if verb.reads == "file":
+    if verb.reads != "checkpoint":
         return path, None
     from xmac_cli.checkpoint.directory import Checkpoint
     from xmac_cli.checkpoint.fingerprint import fast_fingerprint

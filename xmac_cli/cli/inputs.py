@@ -34,7 +34,7 @@ def resolve_input(path: Path, kind: str) -> Path:
 
     Args:
         path: what the user named.
-        kind: "checkpoint" (a directory) or "file".
+        kind: "checkpoint" or "directory" (both are directories), or "file".
 
     Raises:
         UsageError: it does not exist.

@@ -102,7 +102,7 @@ class Verb:
 
     Class attributes:
         name: the word on the command line.
-        reads: what INPUT is: "checkpoint", "file", or None.
+        reads: what INPUT is: "checkpoint" (opened and checked first), "directory" (only looked up), "file", or None.
         writes: what OUTPUT is: "checkpoint", "directory", or None (then stdout repeats INPUT, so chains go on).
     """
 
