@@ -146,7 +146,7 @@ def test_keys_that_transformers_does_not_find_are_failures(tmp_path: Path) -> No
 
 
 def test_a_model_cut_to_one_expert_would_load_with_random_weights(tmp_path: Path) -> None:
-    """Why plans never go below two: for one expert Jamba builds a dense MLP, and loading complains in its record only."""
+    """Why plans never go below two: for one expert Jamba builds a dense MLP, and only loading's record complains."""
     source = save_tiny(build_tiny("jamba"), tmp_path / "a")
 
     def cut(tensors: Tensors, config: dict[str, Any]) -> None:

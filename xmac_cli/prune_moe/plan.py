@@ -139,7 +139,7 @@ def placeholder_scores(layout: Layout) -> ExpertScores:
     """Scores for a dry run without scores: counts are right, the choice of experts means nothing."""
     import numpy as np
 
-    phi = -np.arange(layout.num_experts, dtype=np.float64)
+    phi = -(np.arange(layout.num_experts) % (layout.num_experts // layout.n_group)).astype(np.float64)
     return ExpertScores("placeholder", tuple(LayerScores(layer.name, layer.layer, phi) for layer in layout.layers))
 
 
