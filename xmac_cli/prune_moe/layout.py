@@ -251,9 +251,10 @@ def _read_block(
     for _, tensor in tensors:
         claim = claims[tensor.name]
         owners = {"expert": [claim.expert], "slice": range(num_experts), "keep": []}[claim.kind]
+        parameters = parameters_of(tensor, bits) if owners else 0
         for expert in owners:
             expert_bytes[expert] += tensor.nbytes // len(owners)
-            expert_parameters[expert] += parameters_of(tensor, bits) // len(owners)
+            expert_parameters[expert] += parameters // len(owners)
     layer = int(re.findall(r"(?:layers|blocks|h)\.(\d+)\.", name + ".")[-1])
     return MoELayer(name, layer, storage, claims, tuple(expert_bytes), tuple(expert_parameters), mtp)
 
