@@ -191,6 +191,11 @@ def test_trailing_layers_and_mtp_prefixes_are_next_token_layers(tmp_path: Path) 
     assert "model.layers.1.block_sparse_moe.gate.weight" not in layout.mtp_tensors
 
 
+def test_a_vision_tower_deeper_than_the_language_model_is_no_next_token_layer(tmp_path: Path) -> None:
+    vision = {f"visual.blocks.{index}.mlp.fc1.weight": zeros(3, 6) for index in range(5)}
+    assert sniff(tmp_path, mixtral_config(), mixtral_tensors() | vision).mtp_tensors == frozenset()
+
+
 @pytest.mark.parametrize(
     ("model_type", "config", "n_group", "exact"),
     [

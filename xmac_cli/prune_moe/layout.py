@@ -38,7 +38,7 @@ from xmac_cli.prune_moe.sizes import packed_bits, parameters_of
 
 _ROUTER_LIKE = re.compile(r"(?:gate|router)(?:\.|$)|(?:\w+\.)*(?:e_score_correction_bias|expert_bias)$")
 _EXPERT_LIKE = re.compile(r"(?:^|\.)experts?(?:[._]|$)")
-_TRAILING_LAYER = re.compile(r"^(?P<prefix>(?:.*?\.)?)(?:layers|blocks|h)\.(?P<layer>\d+)\.")
+_LAYER = re.compile(r"(?<![^.])(?:layers|blocks|h)\.(\d+)\.")
 _ADD_A_RULE = "a family is added by a row in xmac_cli/prune_moe/families.py and a test that cuts a tiny model of it"
 
 
@@ -159,13 +159,14 @@ def sniff_layout(source: Path | str | Checkpoint) -> Layout:
     depth = config_value(checkpoint.config, ("num_hidden_layers", "n_layers", "num_layers"))
     bits = packed_bits(checkpoint.config)
     layers = [
-        _read_block(block, tensors, family, count, bits, is_next_token_name(block, depth))
+        _read_block(block, tensors, family, count, bits, is_next_token_name(block, depth, tower_of(block)))
         for block, tensors in blocks.items()
     ]
     layers.sort(key=lambda layer: (layer.mtp, layer.layer, layer.name))
     main = tuple(layer for layer in layers if not layer.mtp)
     _check_main_layers(main, checkpoint, count)
     _check_strays(checkpoint, layers)
+    tower = tower_of(main[0].name)
     n_group, topk_group = _groups(checkpoint.config, family, main[0].num_experts)
     return Layout(
         checkpoint=checkpoint,
@@ -177,7 +178,7 @@ def sniff_layout(source: Path | str | Checkpoint) -> Layout:
         topk_group=topk_group,
         layers=main,
         mtp_layers=tuple(layer for layer in layers if layer.mtp),
-        mtp_tensors=frozenset(name for name in checkpoint.tensors if is_next_token_name(name, depth)),
+        mtp_tensors=frozenset(name for name in checkpoint.tensors if is_next_token_name(name, depth, tower)),
         parameters=sum(parameters_of(tensor, bits) for tensor in checkpoint.tensors.values()),
     )
 
@@ -255,7 +256,7 @@ def _read_block(
         for expert in owners:
             expert_bytes[expert] += tensor.nbytes // len(owners)
             expert_parameters[expert] += parameters // len(owners)
-    layer = int(re.findall(r"(?:layers|blocks|h)\.(\d+)\.", name + ".")[-1])
+    layer = int(_LAYER.findall(name + ".")[-1])
     return MoELayer(name, layer, storage, claims, tuple(expert_bytes), tuple(expert_parameters), mtp)
 
 
@@ -330,23 +331,29 @@ def _sliced(tensor: TensorInfo, rule: AxisRule, num_experts: int, part: Literal[
     return Claim("slice", axis=rule.axis, role="bias" if rule.bias else part)
 
 
-def is_next_token_name(name: str, depth: int | None) -> bool:
+def tower_of(name: str) -> str:
+    """What stands in front of `layers.N` in a name: it tells the language model from a vision tower."""
+    return _LAYER.split(name + ".", maxsplit=1)[0]
+
+
+def is_next_token_name(name: str, depth: int | None, tower: str) -> bool:
     """Whether a tensor or block belongs to a next-token-prediction layer.
 
     Args:
         name: name of a tensor or block.
-        depth: number of decoder layers; later ones are next-token layers.
+        depth: number of decoder layers; later ones of the same tower are next-token layers.
+        tower: `tower_of` a decoder layer.
     """
     if re.search(MTP_PREFIX, name):
         return True
-    match = _TRAILING_LAYER.match(name + ".")
-    return match is not None and isinstance(depth, int) and int(match["layer"]) >= depth
+    match = _LAYER.search(name + ".")
+    return match is not None and depth is not None and int(match[1]) >= depth and tower_of(name) == tower
 
 
 def _check_main_layers(layers: tuple[MoELayer, ...], checkpoint: Checkpoint, count: int | None) -> None:
     if not layers:
         raise UnsupportedModelError(f"only next-token layers of {checkpoint.path} have experts")
-    towers = {re.split(r"(?:layers|blocks|h)\.\d+\.", layer.name)[0] for layer in layers}
+    towers = {tower_of(layer.name) for layer in layers}
     if len(towers) > 1 or len({layer.layer for layer in layers}) != len(layers):
         raise UnsupportedModelError(
             f"experts in several parts of the model: {', '.join(sorted(towers)) or 'one layer'}"

@@ -17,7 +17,7 @@ from xmac_cli.checkpoint.tensors import read_tensor
 from xmac_cli.cli.errors import ConstraintError, UnsupportedModelError, VerificationError
 from xmac_cli.cli.progress import NullProgress, Progress
 from xmac_cli.prune_moe.families import config_value
-from xmac_cli.prune_moe.layout import Layout, MoELayer, is_next_token_name, sniff_layout
+from xmac_cli.prune_moe.layout import Layout, MoELayer, is_next_token_name, sniff_layout, tower_of
 from xmac_cli.prune_moe.plan_file import Plan
 
 if TYPE_CHECKING:
@@ -250,6 +250,8 @@ def _load(directory: Path, device: str) -> Any:
     import torch
     import transformers
 
+    from xmac_cli.prune_moe.routing import moe_modules
+
     config = transformers.AutoConfig.from_pretrained(directory)
     options: dict[str, Any] = {"dtype": torch.float32}
     method = (getattr(config, "quantization_config", None) or {}).get("quant_method")
@@ -259,7 +261,8 @@ def _load(directory: Path, device: str) -> Any:
     model, info = _model_class(config).from_pretrained(directory, output_loading_info=True, **options)
     # transformers runs no next-token layers, and its ignore lists only know the depths of published models.
     depth = getattr(config.get_text_config(), "num_hidden_layers", None)
-    info["unexpected_keys"] = [key for key in info["unexpected_keys"] if not is_next_token_name(key, depth)]
+    tower = tower_of(moe_modules(model)[0].name)
+    info["unexpected_keys"] = [key for key in info["unexpected_keys"] if not is_next_token_name(key, depth, tower)]
     problems = {kind: sorted(map(str, keys))[:3] for kind, keys in info.items() if keys}
     if problems:
         raise VerificationError(f"transformers does not load {directory} completely: {problems}")
