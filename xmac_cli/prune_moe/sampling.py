@@ -79,13 +79,18 @@ def plackett_luce_log_weights(permutation: IntArray, log_prior: FloatArray) -> F
 
     w_t = prod_{s<=t} [1 / (N-s+1)] / [p_{pi[s]} / sum_{j not yet removed} p_j]
 
+    Args:
+        permutation: int64 [N], or [M, N] for several.
+        log_prior: float64 [N], log p up to a constant.
+
     Returns:
-        float64 [N]; entry t belongs to the prefix that ends with permutation[t]. The last entry is log 1/(N! Q(pi)).
+        float64, shaped like `permutation`; entry t belongs to the prefix that ends with permutation[t]. The last entry
+        is log 1/(N! Q(pi)).
     """
     ordered = log_prior[permutation]
-    remaining = np.logaddexp.accumulate(ordered[::-1])[::-1]
-    left = np.arange(ordered.shape[0], 0, -1, dtype=np.float64)
-    return np.cumsum(-np.log(left) - ordered + remaining)
+    remaining = np.logaddexp.accumulate(ordered[..., ::-1], axis=-1)[..., ::-1]
+    left = np.arange(ordered.shape[-1], 0, -1, dtype=np.float64)
+    return np.cumsum(-np.log(left) - ordered + remaining, axis=-1)
 
 
 def mixture_log_weights(log_weights: FloatArray, mix: float) -> FloatArray:
@@ -109,12 +114,12 @@ def auto_temper(prior: FloatArray, depth: int, seed: int, spread: float = AUTO_T
     def deviation(exponent: float) -> float:
         tempered = exponent * log_prior
         orders = np.argsort(-(tempered + gumbel), axis=1, kind="stable")
-        return float(np.std([plackett_luce_log_weights(order, tempered)[position] for order in orders]))
+        return float(np.std(plackett_luce_log_weights(orders, tempered)[:, position]))
 
     if deviation(1.0) <= spread:
         return 1.0
     low, high = 0.0, 1.0
-    for _ in range(24):
+    for _ in range(16):
         middle = 0.5 * (low + high)
         low, high = (middle, high) if deviation(middle) <= spread else (low, middle)
     return low
