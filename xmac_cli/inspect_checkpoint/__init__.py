@@ -1,0 +1,1 @@
+"""`xmac inspect`: what is in a checkpoint, from headers only."""

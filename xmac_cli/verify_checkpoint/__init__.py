@@ -1,0 +1,1 @@
+"""`xmac verify`: re-check hashes, format and attachments."""
