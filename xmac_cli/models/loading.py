@@ -93,12 +93,11 @@ def load_model(
         "use_safetensors": True,
         "output_loading_info": True,
     }
-    if several:
-        options["device_map"] = "auto"
+    if place.type != "cpu":
+        # Straight to the device, or spread over several, without a full copy in main memory.
+        options["device_map"] = "auto" if several else {"": place}
     model, info = _from_pretrained(AutoModelForCausalLM, directory, options)
     _check_loading_info(directory, info)
-    if not several:
-        model.to(place)
     choose_experts(model, experts)
     return model.eval()
 
@@ -129,9 +128,14 @@ def choose_experts(model: Any, experts: str = "auto") -> None:
         raise UsageError(f"experts implementation '{experts}' is not one of auto, eager, grouped_mm")
     if not model._can_set_experts_implementation():
         return
-    if experts == "auto":
-        experts = "eager" if model.dtype == torch.float64 else "grouped_mm"
-    model.set_experts_implementation(experts)
+    if experts != "auto":
+        model.set_experts_implementation(experts)
+        return
+    try:
+        model.set_experts_implementation("eager" if model.dtype == torch.float64 else "grouped_mm")
+    except (ImportError, ValueError):
+        # This architecture, or this build of torch, cannot dispatch grouped_mm.
+        model.set_experts_implementation("eager")
 
 
 def quiet_transformers() -> None:
