@@ -133,7 +133,7 @@ def test_compare_judges_every_contender_and_writes_nothing(trained: Trained, tmp
         ([], 2, "exactly one"),
         (["--keep", "1"], 4, "2"),
         (["--ratio", "0.5", "--protect", "77:0"], 2, "77"),
-        (["--ratio", "0.5", "--export", "pad", "--allocation", "global"], 4, "pad"),
+        (["--ratio", "0.5", "--export", "pad", "--allocation", "global"], 4, "selection bias"),
         (["--stage", "apply"], 2, "--plan"),
         (["--ratio", "0.5", "--preset", "paper", "--value", "kl"], 2, "paper"),
     ],
