@@ -232,6 +232,17 @@ def test_a_pipe_in_place_of_a_file_does_not_make_us_wait(single: Path) -> None:
         Checkpoint.open(single)
 
 
+def test_a_link_to_itself_is_an_input_error(single: Path) -> None:
+    (single / "tokenizer.json").symlink_to("tokenizer.json")
+    with pytest.raises(InputError, match=r"cannot be read: .*tokenizer\.json"):
+        Checkpoint.open(single)
+
+
+def test_resource_forks_of_other_systems_are_overlooked(single: Path) -> None:
+    (single / "._model.safetensors").write_bytes(b"junk")
+    assert set(Checkpoint.open(single).tensors) == {"a", "b"}
+
+
 def test_what_travels_with_a_model_and_what_stays(single: Path) -> None:
     kept = [
         "tokenizer.json",

@@ -123,6 +123,22 @@ def test_a_run_killed_before_its_first_line_is_taken_over(out: Path, torn: bytes
     assert (out / "a").exists()
 
 
+def test_a_lone_journal_of_somebody_else_is_not_touched(out: Path) -> None:
+    partial = out.parent / "out.partial"
+    partial.mkdir(parents=True)
+    (partial / "journal.jsonl").write_text("dear diary\n")
+    with pytest.raises(UsageError, match="holds no journal of xmac"), stage(out):
+        pass
+    assert (partial / "journal.jsonl").read_text() == "dear diary\n"
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    for destination in (tmp_path / "file" / "out", tmp_path / ("n" * 250), Path("/proc/out")):
+        with pytest.raises(UsageError, match="cannot write"), stage(destination):
+            pass
+
+
 def test_a_file_or_link_in_place_of_the_partial_directory_is_refused(out: Path, tmp_path: Path) -> None:
     out.parent.mkdir()
     (out.parent / "out.partial").write_text("x")
@@ -160,7 +176,7 @@ def test_an_existing_output_is_refused_or_replaced_at_once(out: Path) -> None:
 
 
 def test_replacing_works_where_directories_cannot_be_exchanged(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "_exchange", lambda first, second: False)
+    monkeypatch.setattr(staging, "exchange", lambda first, second: False)
     out.mkdir(parents=True)
     (out / "old").write_text("old")
     with stage(out, overwrite=True) as staged:

@@ -21,7 +21,7 @@ from xmac_cli.checkpoint.fingerprint import fast_fingerprint
 from xmac_cli.checkpoint.header import encode_header
 from xmac_cli.checkpoint.lineage import write_xmac_json
 from xmac_cli.inspect_checkpoint.command import InspectCheckpoint
-from xmac_cli.inspect_checkpoint.parts import PARTS, PartClassifier
+from xmac_cli.inspect_checkpoint.parts import PARTS, PartClassifier, expert_place
 from xmac_cli.inspect_checkpoint.summary import Summary, summarize
 
 MOE_FAMILIES = [name for name in CONFIGS if name not in ("llama", "gpt2")]
@@ -134,14 +134,15 @@ NAMES = {
 
 def test_names_of_real_families_fall_into_the_right_parts() -> None:
     axes = {name: 1 if name.endswith(("bias", "norm.weight")) else 2 for name in NAMES}
-    classifier = PartClassifier(axes.items(), num_layers=4)
-    assert {name: classifier.part(name, axes[name]) for name in NAMES} == NAMES
+    classifier = PartClassifier({name: expert_place(name, axes[name]) for name in NAMES}, num_layers=4)
+    assert {name: classifier.part(name) for name in NAMES} == NAMES
     assert set(NAMES.values()) == set(PARTS)
 
 
 def test_a_gate_projection_without_experts_beside_it_is_no_router() -> None:
-    classifier = PartClassifier([("model.layers.0.mlp.gate.weight", 2), ("model.layers.1.mlp.experts.0.w", 2)], 2)
-    assert classifier.part("model.layers.0.mlp.gate.weight", 2) == "dense mlp"
+    names = ["model.layers.0.mlp.gate.weight", "model.layers.1.mlp.experts.0.w"]
+    classifier = PartClassifier({name: expert_place(name, 2) for name in names}, num_layers=2)
+    assert [classifier.part(name) for name in names] == ["dense mlp", "routed experts"]
 
 
 def synthetic(root: Path, tensors: list[tuple[str, str, list[int], int]], config: dict[str, Any]) -> Path:

@@ -21,7 +21,7 @@ _MAX_OPEN_FILES = 32
 _FICLONE = 0x40049409
 # What kernels and file systems answer when they cannot do it at all, as opposed to a failure while doing it.
 _UNABLE = frozenset(
-    (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EBADF, errno.EPERM, errno.ENOTTY, errno.ETXTBSY)
+    (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EBADF, errno.EPERM, errno.ENOTTY, errno.ENOTSOCK)
 )
 
 Transfer = Callable[[int, int, int, int, int], int]
@@ -42,7 +42,8 @@ def _by_read_write(source: int, target: int, offset: int, target_offset: int, le
     return len(data)
 
 
-TRANSFERS: tuple[Transfer, ...] = (_by_copy_file_range, _by_sendfile, _by_read_write)
+_WAYS = (("copy_file_range", _by_copy_file_range), ("sendfile", _by_sendfile), ("pread", _by_read_write))
+TRANSFERS: tuple[Transfer, ...] = tuple(way for call, way in _WAYS if hasattr(os, call))
 
 
 def write_all(target: int, data: bytes | memoryview, offset: int) -> None:

@@ -61,11 +61,14 @@ class Checkpoint:
         root = Path(os.path.abspath(path))  # noqa: PTH100  (Path.absolute keeps "..")
         if not root.is_dir():
             raise InputError(f"{root} is not a directory", "pass the directory that holds config.json")
-        config = _read_config(root)
-        index, names = _find_shards(root)
-        shards = tuple(_read_shard(root, name) for name in names)
-        _check_tensors(root, shards, index)
-        auxiliary, ignored = find_auxiliary_files(root, config, weights=frozenset(names))
+        try:
+            config = _read_config(root)
+            index, names = _find_shards(root)
+            shards = tuple(read_header(contained_file(root, name)) for name in names)
+            _check_tensors(root, shards, index)
+            auxiliary, ignored = find_auxiliary_files(root, config, weights=frozenset(names))
+        except OSError as error:  # no permission, a link that leads to itself, a failing disk
+            raise InputError(f"{root} cannot be read: {error.strerror} ({error.filename})") from error
         return cls(root, config, shards, index, auxiliary, ignored)
 
     @property
@@ -105,18 +108,19 @@ def _read_config(root: Path) -> dict[str, Any]:
 
 def _find_shards(root: Path) -> tuple[dict[str, Any] | None, list[str]]:
     """Return (parsed index or None, names of the files that hold the model, sorted)."""
-    present = sorted(entry.name for entry in os.scandir(root) if entry.name.endswith(".safetensors"))
+    names = (entry.name for entry in os.scandir(root))
+    present = sorted(name for name in names if name.endswith(".safetensors") and not name.startswith("."))
     standard = [name for name in present if name == SINGLE_NAME or _SHARD_NAME.fullmatch(name)]
     if os.path.lexists(root / INDEX_NAME):
         index = read_json_object(contained_file(root, INDEX_NAME))
-        names = sorted(set(_weight_map(root, index).values()))
-        stray = [name for name in standard if name not in names]
+        listed = sorted(set(_weight_map(root, index).values()))
+        stray = [name for name in standard if name not in listed]
         if stray:
             raise InputError(
                 f"{root}: {_some(stray)} lie beside {INDEX_NAME} but are not in it",
                 "remove the files of the other version, or the index if it is stale",
             )
-        return index, names
+        return index, listed
     if SINGLE_NAME in standard:
         if len(standard) > 1:
             raise InputError(f"{root}: both {SINGLE_NAME} and {_some(standard[1:])}; which one is the model?")
@@ -154,10 +158,6 @@ def _complete_set(root: Path, names: list[str]) -> list[str]:
             f"{root}: {_some(names)} are not a complete set and there is no {INDEX_NAME}", "download again"
         )
     return names
-
-
-def _read_shard(root: Path, name: str) -> ShardHeader:
-    return read_header(contained_file(root, name))
 
 
 def _check_tensors(root: Path, shards: tuple[ShardHeader, ...], index: dict[str, Any] | None) -> None:

@@ -27,9 +27,8 @@ def fast_fingerprint(checkpoint: Checkpoint) -> str:
     """
     digest = hashlib.sha256(_canonical({k: v for k, v in checkpoint.config.items() if k != "xmac"}))
     for shard in checkpoint.shards:
-        digest.update(_canonical([shard.path.name, shard.size, shard.data_start, sorted(shard.metadata.items())]))
-        for tensor in shard.tensors.values():
-            digest.update(_canonical([tensor.name, tensor.dtype, tensor.shape, tensor.start, tensor.end]))
+        tensors = [[info.name, info.dtype, info.shape, info.start, info.end] for info in shard.tensors.values()]
+        digest.update(_canonical([shard.path.name, shard.size, sorted(shard.metadata.items()), tensors]))
     return f"fast-1:{digest.hexdigest()}"
 
 

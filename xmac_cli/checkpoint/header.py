@@ -198,50 +198,55 @@ def _parse_metadata(value: Any, path: Path) -> dict[str, str]:
 
 
 def _parse_entry(name: str, entry: Any, path: Path, data_start: int) -> TensorInfo:
-    where = f"{path}: tensor {name[:200]!r}"
     _check_text(name, path)
     if not isinstance(entry, dict):
-        raise InputError(f"{where}: expected an object with dtype, shape and data_offsets")
+        raise _flawed(path, name, "expected an object with dtype, shape and data_offsets")
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str) or not dtype:
-        raise InputError(f"{where}: dtype is missing or not a string")
+        raise _flawed(path, name, "dtype is missing or not a string")
     _check_text(dtype, path)
     if not _are_sizes(shape):
-        raise InputError(f"{where}: shape must be a list of integers from 0 to 2^64-1")
+        raise _flawed(path, name, "shape must be a list of integers from 0 to 2^64-1")
     if not _are_sizes(offsets) or len(offsets) != 2:
-        raise InputError(f"{where}: data_offsets must be two integers from 0 to 2^64-1")
+        raise _flawed(path, name, "data_offsets must be two integers from 0 to 2^64-1")
     begin, end = offsets
     if begin > end:
-        raise InputError(f"{where}: begins at {begin:,} and ends before it, at {end:,}")
-    _check_size(dtype, shape, end - begin, where)
+        raise _flawed(path, name, f"begins at {begin:,} and ends before it, at {end:,}")
+    _check_size(dtype, shape, end - begin, path, name)
     return TensorInfo(name, dtype, tuple(shape), path, data_start + begin, data_start + end)
 
 
+def _flawed(path: Path, name: str, what: str) -> InputError:
+    return InputError(f"{path}: tensor {name[:200]!r}: {what}")
+
+
 def _are_sizes(value: Any) -> TypeGuard[list[int]]:
-    # bool is a subclass of int, hence the exact type.
-    return isinstance(value, list) and all(type(item) is int and 0 <= item <= _LARGEST_U64 for item in value)
+    # bool is a subclass of int, hence the exact types.
+    return type(value) is list and all(type(item) is int and 0 <= item <= _LARGEST_U64 for item in value)
 
 
 def _check_text(text: str, path: Path) -> None:
+    if text.isascii():
+        return
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise InputError(f"{path}: the header contains half of a surrogate pair, which is not text") from error
 
 
-def _check_size(dtype: str, shape: list[int], nbytes: int, where: str) -> None:
+def _check_size(dtype: str, shape: list[int], nbytes: int, path: Path, name: str) -> None:
     numel = 1
     for size in shape:
         numel *= size
         if numel > _LARGEST_U64:
-            raise InputError(f"{where}: shape {shape[:16]} has more elements than fit in 64 bits")
+            raise _flawed(path, name, f"shape {shape[:16]} has more elements than fit in 64 bits")
     bits = dtype_bits(dtype)
     if bits is None:
         return
     if numel * bits > _LARGEST_U64 or numel * bits % 8:
-        raise InputError(f"{where}: shape {shape[:16]} of {dtype} is not a whole number of bytes below 2^61")
+        raise _flawed(path, name, f"shape {shape[:16]} of {dtype} is not a whole number of bytes below 2^61")
     if numel * bits // 8 != nbytes:
-        raise InputError(f"{where}: shape {shape[:16]} of {dtype} takes {numel * bits // 8:,} bytes, not {nbytes:,}")
+        raise _flawed(path, name, f"shape {shape[:16]} of {dtype} takes {numel * bits // 8:,} bytes, not {nbytes:,}")
 
 
 def _check_coverage(tensors: list[TensorInfo], path: Path, data_start: int, size: int) -> None:

@@ -17,9 +17,10 @@ from typing import Any
 
 from xmac_cli.checkpoint.auxiliary import attachment_folders
 from xmac_cli.checkpoint.copying import RangeCopier
+from xmac_cli.checkpoint.destination import check_destination, check_free_space
 from xmac_cli.checkpoint.directory import CONFIG_NAME, SINGLE_NAME, Checkpoint
 from xmac_cli.checkpoint.files import contained_file, read_small_file
-from xmac_cli.checkpoint.staging import StagedOutput, check_destination, check_free_space
+from xmac_cli.checkpoint.staging import StagedOutput
 from xmac_cli.checkpoint.writer import (
     PendingShard,
     ShardPlan,

@@ -14,7 +14,6 @@ the new complete one.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import os
 import shutil
@@ -23,6 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from xmac_cli.checkpoint.destination import check_destination, exchange, sync_tree
 from xmac_cli.checkpoint.journal import JobHeader, Journal, job_of, parse_lines
 from xmac_cli.checkpoint.writer import ShardRecord, sync_path
 from xmac_cli.cli.errors import ResumeMismatchError, UsageError, XmacError
@@ -31,54 +31,6 @@ _JOURNAL = "journal.jsonl"
 _REPLACED = "replaced"
 _DISK_TROUBLE = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG))
 _START_SECONDS = 20.0
-_AT_FDCWD = -100
-_RENAME_EXCHANGE = 2
-
-
-def check_destination(source: Path | None, destination: Path, overwrite: bool) -> None:
-    """Refuse destinations that would damage the input or something that is not an earlier output.
-
-    Args:
-        source: the input directory, or None.
-        destination: where the output should appear.
-        overwrite: whether an existing directory may be replaced.
-
-    Raises:
-        UsageError: with the reason.
-    """
-    real = Path(os.path.realpath(destination))
-    if source is not None:
-        real_source = Path(os.path.realpath(source))
-        if real == real_source:
-            raise UsageError(f"output and input are the same directory, {real}", "choose another output")
-        if real.is_relative_to(real_source):
-            raise UsageError(f"the output {real} lies inside the input {real_source}", "choose another output")
-        if real_source.is_relative_to(real):
-            raise UsageError(f"the input {real_source} lies inside the output {real}", "choose another output")
-    if not os.path.lexists(real):
-        return
-    if not real.is_dir():
-        raise UsageError(f"{real} exists and is not a directory", "choose another output")
-    if not any(real.iterdir()):
-        return
-    if not overwrite:
-        raise UsageError(f"{real} exists and is not empty", "choose another output, or replace it with --overwrite")
-    for precious in (Path.home(), Path.cwd()):
-        if Path(os.path.realpath(precious)).is_relative_to(real):
-            raise UsageError(f"{real} will not be replaced: it contains {precious}", "choose another output")
-
-
-def check_free_space(directory: Path, needed_bytes: int) -> None:
-    """Raise XmacError when the file system of `directory` (or of its nearest existing parent) has too little room."""
-    existing = directory
-    while not existing.exists():
-        existing = existing.parent
-    free = shutil.disk_usage(existing).free
-    if free < needed_bytes:
-        raise XmacError(
-            f"{needed_bytes / 2**30:.2f} GiB are needed on the disk of {existing}, {free / 2**30:.2f} GiB are free",
-            "free some space or choose an output on another disk",
-        )
 
 
 class StagedOutput:
@@ -127,6 +79,9 @@ class StagedOutput:
     def __enter__(self) -> StagedOutput:
         try:
             self._start()
+        except OSError as error:
+            self._release()
+            raise UsageError(f"cannot write {self.partial}: {error.strerror}", "choose another output") from error
         except BaseException:
             self._release()
             raise
@@ -201,7 +156,7 @@ class StagedOutput:
         if self.finished or not self._may_commit:
             return self.finished
         check_destination(None, self.destination, self._overwrite)
-        _sync_tree(self.path)
+        sync_tree(self.path)
         self._open_journals[-1].append({"commit": self.path.stat().st_ino})
         self._publish()
         self.finished = True
@@ -210,7 +165,7 @@ class StagedOutput:
     def _publish(self) -> None:
         if not self.destination.is_dir() or not any(self.destination.iterdir()):
             self.path.rename(self.destination)
-        elif not _exchange(self.path, self.destination):
+        elif not exchange(self.path, self.destination):
             replaced = self.partial / _REPLACED
             self.destination.rename(replaced)
             self.path.rename(self.destination)
@@ -227,7 +182,7 @@ class StagedOutput:
             journal = self._lock_alone()
             self._adopt_or_wipe(journal)
         else:
-            self._join()
+            self._join(*self.shares)
         self.path.mkdir(exist_ok=True)
         self.scratch.mkdir(exist_ok=True)
         if self.shares is None:
@@ -255,9 +210,8 @@ class StagedOutput:
             self._clear_partial()
         journal.restart(self._job)
 
-    def _join(self) -> None:
+    def _join(self, share: int, shares: int) -> None:
         """Enter the partial directory together with the other shares; whoever comes first begins the journal."""
-        assert self.shares is not None
         deadline = time.monotonic() + _START_SECONDS
         while True:
             check_destination(None, self.destination, self._overwrite)
@@ -273,12 +227,12 @@ class StagedOutput:
             time.sleep(0.05)
         self._open_journals.append(journal)
         self._check_job(job)
-        share = Journal(self.partial / f"journal-{self.shares[0]}-of-{self.shares[1]}.jsonl")
-        self._open_journals.append(share)
-        if not share.lock(shared=False):
-            raise UsageError(f"another process makes share {self.shares[0]}/{self.shares[1]} of {self.destination}")
-        if job_of(share.entries()) is None:
-            share.restart(self._job)
+        own = Journal(self.partial / f"journal-{share}-of-{shares}.jsonl")
+        self._open_journals.append(own)
+        if not own.lock(shared=False):
+            raise UsageError(f"another process makes share {share}/{shares} of {self.destination}")
+        if job_of(own.entries()) is None:
+            own.restart(self._job)
 
     def _make_partial(self) -> None:
         try:
@@ -286,15 +240,21 @@ class StagedOutput:
         except FileExistsError as error:
             if not self.partial.is_dir() or self.partial.is_symlink():
                 raise UsageError(f"{self.partial} is in the way", "move it, or choose another output") from error
-            entries = {entry.name for entry in self.partial.iterdir()}
-            ours = self.partial / _JOURNAL
-            if entries <= {_JOURNAL} and (not entries or ours.stat().st_size < 4096):
-                return  # killed between mkdir and the first line
-            if not ours.is_file() or job_of(parse_lines(ours.read_bytes())) is None:
+            if any(self.partial.iterdir()) and not self._is_ours():
                 raise UsageError(
                     f"{self.partial} exists and holds no journal of xmac, so it is not touched",
                     "move it, or choose another output",
                 ) from error
+
+    def _is_ours(self) -> bool:
+        """Tell whether the partial directory has a journal of ours, or nothing but the beginning of its first line."""
+        journal = self.partial / _JOURNAL
+        if not journal.is_file() or journal.is_symlink():
+            return False
+        raw = journal.read_bytes()
+        if job_of(parse_lines(raw)) is not None:
+            return True
+        return b"\n" not in raw and [entry.name for entry in self.partial.iterdir()] == [_JOURNAL]
 
     def _check_job(self, job: JobHeader) -> None:
         if job.job_key != self._job.job_key:
@@ -361,19 +321,3 @@ class StagedOutput:
 
 def _is_bare(directory: Path) -> bool:
     return not any(path.is_file() and path.stat().st_size for path in directory.rglob("*"))
-
-
-def _sync_tree(root: Path) -> None:
-    for folder, _, names in os.walk(root, topdown=False):
-        for name in names:
-            sync_path(Path(folder) / name)
-        sync_path(Path(folder))
-
-
-def _exchange(first: Path, second: Path) -> bool:
-    """Swap two directories in one step (Linux renameat2); False where kernel or file system cannot."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if not hasattr(libc, "renameat2"):
-        return False
-    names = (os.fsencode(first), os.fsencode(second))
-    return libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], ctypes.c_uint(_RENAME_EXCHANGE)) == 0

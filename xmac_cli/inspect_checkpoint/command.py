@@ -23,7 +23,7 @@ class InspectCheckpoint(Verb):
     """
 
     name: ClassVar[str] = "inspect"
-    reads: ClassVar[str | None] = "checkpoint"
+    reads: ClassVar[str | None] = "directory"  # opened here, once; "checkpoint" would have it opened before, too
     writes: ClassVar[str | None] = None
 
     def execute(self, job: Job) -> Report:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from xmac_cli.checkpoint.header import TensorInfo
 from xmac_cli.inspect_checkpoint.family import Family
-from xmac_cli.inspect_checkpoint.parts import expert_place, layer_number
+from xmac_cli.inspect_checkpoint.parts import ExpertPlace, layer_number
 
 
 @dataclass(frozen=True)
@@ -59,32 +59,43 @@ class MoeShape:
 
 
 def moe_shape(
-    tensors: Mapping[str, TensorInfo], parameters: Mapping[str, int], parts: Mapping[str, str], family: Family
+    tensors: Mapping[str, TensorInfo],
+    places: Mapping[str, ExpertPlace | None],
+    parameters: Mapping[str, int],
+    parts: Mapping[str, str],
+    family: Family,
 ) -> MoeShape | None:
     """Return the shape of the mixture, or None for a dense model.
 
     Args:
         tensors: all tensors.
+        places: what `expert_place` says of each.
         parameters: parameters that each tensor stands for.
         parts: part of each tensor.
         family: from the config.
     """
     blocks: dict[str, list[TensorInfo]] = {}
     for name, info in tensors.items():
-        place = expert_place(name, len(info.shape)) if parts[name] == "routed experts" else None
-        if place is not None:
+        place = places[name]
+        if place is not None and parts[name] == "routed experts":
             blocks.setdefault(place.block, []).append(info)
     if not blocks:
         return None
-    layers = [_layer(block, infos, parameters, family) for block, infos in blocks.items()]
+    layers = [_layer(block, infos, places, parameters, family) for block, infos in blocks.items()]
     layers.sort(key=lambda layer: (-1 if layer.layer is None else layer.layer, layer.block))
     total = sum(count for name, count in parameters.items() if parts[name] != "next-token layers")
     return MoeShape(tuple(layers), family.top_k, total, _active(total, layers, family))
 
 
-def _layer(block: str, infos: Sequence[TensorInfo], parameters: Mapping[str, int], family: Family) -> MoeLayer:
-    numbers = {place.expert for info in infos if (place := expert_place(info.name, len(info.shape))) is not None}
-    numbered = sorted(number for number in numbers if number is not None)
+def _layer(
+    block: str,
+    infos: Sequence[TensorInfo],
+    places: Mapping[str, ExpertPlace | None],
+    parameters: Mapping[str, int],
+    family: Family,
+) -> MoeLayer:
+    found = (places[info.name] for info in infos)
+    numbered = sorted({place.expert for place in found if place is not None and place.expert is not None})
     if numbered:
         experts = len(numbered)
         gaps = tuple(sorted(set(range(numbered[-1])) - set(numbered)))

@@ -8,8 +8,9 @@ names; then attention and dense MLP. What no rule knows is "other", never a gues
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 PARTS = (
     "embedding",
@@ -90,25 +91,24 @@ class PartClassifier:
     """Tells parts apart within one checkpoint.
 
     Args:
-        tensors: (name, number of axes) of all tensors; needed to know which blocks have experts.
+        places: what `expert_place` says of every tensor; tells which blocks have experts.
         num_layers: layers the config speaks of; deeper ones are next-token prediction layers (DeepSeek-V3, GLM-4.5).
     """
 
-    def __init__(self, tensors: Iterable[tuple[str, int]], num_layers: int | None) -> None:
-        places = (expert_place(name, axes) for name, axes in tensors)
-        self._blocks = {place.block for place in places if place is not None}
+    def __init__(self, places: Mapping[str, ExpertPlace | None], num_layers: int | None) -> None:
+        self._places = places
+        self._blocks = {place.block for place in places.values() if place is not None}
         self._num_layers = num_layers
 
-    def part(self, name: str, axes: int) -> str:
-        """Return the part, one of PARTS."""
+    def part(self, name: str) -> str:
+        """Return the part of a tensor, one of PARTS."""
         components = name.split(".")
-        for tower, pattern in _TOWERS:
-            if any(pattern.fullmatch(component) for component in components[:-1]):
+        for component in components[:-1]:
+            if tower := _tower(component):
                 return tower
-        layer = layer_number(name)
-        if layer is not None and self._num_layers is not None and layer >= self._num_layers:
+        if self._num_layers is not None and (layer_number(name) or 0) >= max(self._num_layers, 1):
             return "next-token layers"
-        if expert_place(name, axes) is not None:
+        if self._places[name] is not None:
             return "routed experts"
         if any(_SHARED.fullmatch(component) for component in components):
             return "shared experts"
@@ -122,6 +122,12 @@ class PartClassifier:
             if ".".join(components[:length]) in self._blocks:
                 return components[length] in _ROUTER
         return False
+
+
+@lru_cache(maxsize=4096)
+def _tower(component: str) -> str | None:
+    """Return the tower or drafting layers that a component of a name opens (cached: the same few occur everywhere)."""
+    return next((tower for tower, pattern in _TOWERS if pattern.fullmatch(component)), None)
 
 
 def _plain_part(components: list[str]) -> str:

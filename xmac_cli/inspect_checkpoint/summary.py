@@ -13,7 +13,7 @@ from xmac_cli.checkpoint.header import dtype_bits
 from xmac_cli.checkpoint.lineage import read_xmac_json
 from xmac_cli.inspect_checkpoint.family import Family, read_family
 from xmac_cli.inspect_checkpoint.moe_shape import MoeShape, moe_shape
-from xmac_cli.inspect_checkpoint.parts import PARTS, PartClassifier
+from xmac_cli.inspect_checkpoint.parts import PARTS, PartClassifier, expert_place
 from xmac_cli.inspect_checkpoint.quantization import parameter_count, quantization_method, quantization_section
 
 
@@ -93,10 +93,10 @@ def summarize(checkpoint: Checkpoint) -> Summary:
     family = read_family(checkpoint.config)
     section = quantization_section(checkpoint.config)
     parameters = {name: parameter_count(info, section) for name, info in checkpoint.tensors.items()}
-    axes = {name: len(info.shape) for name, info in checkpoint.tensors.items()}
-    classifier = PartClassifier(axes.items(), family.num_layers)
-    parts = {name: classifier.part(name, axes[name]) for name in axes}
-    shape = moe_shape(checkpoint.tensors, parameters, parts, family)
+    places = {name: expert_place(name, len(info.shape)) for name, info in checkpoint.tensors.items()}
+    classifier = PartClassifier(places, family.num_layers)
+    parts = {name: classifier.part(name) for name in places}
+    shape = moe_shape(checkpoint.tensors, places, parameters, parts, family)
     fingerprint = fast_fingerprint(checkpoint)
     record = read_xmac_json(checkpoint.path)
     return Summary(
