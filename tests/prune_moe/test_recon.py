@@ -9,6 +9,7 @@ from support.tiny_moe import TINY, build_tiny, probe_tokens
 from support.token_batches import token_batch
 
 from xmac_cli.prune_moe.calibration_pass import LayerStatistics, calibrate, forward
+from xmac_cli.prune_moe.expert_outputs import all_expert_outputs
 from xmac_cli.prune_moe.recon import ReconGame, ReconLayer
 from xmac_cli.prune_moe.routing import masked_routing, moe_modules
 from xmac_cli.prune_moe.shapley import estimate_shapley, exact_shapley
@@ -85,16 +86,31 @@ def test_layers_whose_gram_matrices_do_not_fit_give_the_same_values():
     np.testing.assert_array_equal(kept.values(masks), rebuilt.values(masks))
 
 
-def test_the_global_value_is_the_mean_over_layers():
+def energies(statistics: list[LayerStatistics]) -> np.ndarray:
+    """sum_t |Y_N|^2 per layer, from outputs and gates rather than Gram matrices."""
+    found = []
+    for layer in statistics:
+        hidden, logits = torch.cat(layer.inputs), torch.cat(layer.logits)
+        outputs = all_expert_outputs(layer.entry, hidden, logits).detach().double()
+        top = logits.double().topk(2, dim=1)
+        chosen = outputs.gather(1, top.indices[:, :, None].expand(-1, -1, outputs.shape[2]))
+        found.append(float((chosen * torch.softmax(top.values, dim=1)[:, :, None]).sum(dim=1).square().sum()))
+    return np.array(found)
+
+
+def test_the_global_value_is_the_same_formula_on_all_layers_side_by_side():
     model, batch = build_tiny("mixtral"), token_batch(probe_tokens(), LENGTHS)
     statistics = statistics_of(model, batch)
     game = ReconGame([ReconLayer(layer) for layer in statistics])
     masks = np.random.default_rng(0).random((6, 24)) < 0.6
-    parts = [ReconLayer(layer).values(masks[:, 8 * i : 8 * i + 8]) for i, layer in enumerate(statistics)]
-    np.testing.assert_allclose(game.values(masks), np.mean(parts, axis=0), rtol=1e-12)
+    energy = energies(statistics)
+    lost = [
+        energy[i] * (1 - ReconLayer(layer).values(masks[:, 8 * i : 8 * i + 8])) for i, layer in enumerate(statistics)
+    ]
+    np.testing.assert_allclose(game.values(masks), 1 - np.sum(lost, axis=0) / energy.sum(), rtol=1e-6)
 
 
-def test_global_shapley_values_are_a_share_of_the_layer_games():
+def test_global_shapley_values_are_those_of_the_layers_times_their_energy():
     """Linearity: checked by walking permutations of all 24 players, not by the formula."""
     model, batch = build_tiny("mixtral"), token_batch(probe_tokens(), LENGTHS)
     statistics = statistics_of(model, batch)
@@ -102,9 +118,15 @@ def test_global_shapley_values_are_a_share_of_the_layer_games():
     walked = estimate_shapley(
         None, 24, permutations=600, truncate=0, sampler="antithetic", value_fn_batch=game.values, batch=600
     )
-    exact = [exact_shapley(None, 8, value_fn_batch=ReconLayer(layer).values).phi / 3 for layer in statistics]
-    assert (np.abs(walked.phi - np.concatenate(exact)) < 5 * walked.se + 1e-6).all()
-    assert np.abs(walked.phi - np.concatenate(exact)).max() < 0.02
+    weight = energies(statistics) / energies(statistics).sum()
+    exact = np.concatenate(
+        [
+            w * exact_shapley(None, 8, value_fn_batch=ReconLayer(layer).values).phi
+            for w, layer in zip(weight, statistics)
+        ]
+    )
+    assert (np.abs(walked.phi - exact) < 5 * walked.se + 1e-6).all()
+    assert np.abs(walked.phi - exact).max() < 0.02
 
 
 def test_prefetching_leaves_nothing_to_evaluate():

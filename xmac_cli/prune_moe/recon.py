@@ -1,9 +1,11 @@
-"""The reconstruction game: how well a layer's routed output survives when only some of its experts do.
+"""The reconstruction game: how well the routed outputs of the layers survive when only some experts do.
 
 v_l(S) = 1 - sum_t ||Y_S(t) - Y_N(t)||^2 / sum_t ||Y_N(t)||^2, Y = routed output of layer l on the full model's
-activations; v(N) = 1, v(no expert) = 0. In the global game V = mean of v_l over layers, a sum of games with disjoint
-players, so its Shapley values are those of the layer games divided by L. Per token only the Gram matrix of the expert
-outputs is needed; a coalition then costs O(k^2) a token (xmac_kernels.coalition) instead of a forward pass.
+activations; v(N) = 1, v(no expert) = 0. The global game is the same formula on the outputs of all layers side by side,
+V(S) = 1 - sum_l residual_l(S) / sum_l energy_l, so that a layer weighs as much as it adds to the residual stream. It is
+a sum of games with disjoint players: its Shapley values are those of the layer games times energy_l / sum of energies.
+Per token only the Gram matrix of the expert outputs is needed; a coalition then costs O(k^2) a token
+(xmac_kernels.coalition) instead of a forward pass.
 Shapes: T tokens, n experts, B coalitions, N = sum of n players. Source: ours (docs/prune-moe-method.md).
 """
 
@@ -60,13 +62,20 @@ class ReconLayer:
         self._formula = gate_formula(self.entry)
         self._keep = self._hidden.shape[0] * self.entry.num_experts**2 * 4 <= table_bytes
         self._chunks: list[_GramChunk] | None = None
-        self.energy = 0.0
+        self._energy: float | None = None
         self.evaluations = 0
 
     @property
     def tokens(self) -> int:
         """T."""
         return int(self._hidden.shape[0])
+
+    @property
+    def energy(self) -> float:
+        """sum_t ||Y_N||^2: what is lost when no expert is left."""
+        if self._energy is None:
+            self.residuals(np.zeros((0, self.entry.num_experts), dtype=bool))
+        return self._energy or 0.0
 
     def residuals(self, masks: BoolArray) -> FloatArray:
         """sum_t ||Y_S - Y_N||^2 of every coalition masks [B, n], float64 [B]."""
@@ -75,14 +84,13 @@ class ReconLayer:
         total = np.zeros(asked.shape[0])
         for chunk in self._gram_chunks():
             total += self._chunk_residuals(chunk, asked).cpu().numpy()
-        self.energy = float(total[0])
+        self._energy = float(total[0])
         self.evaluations += masks.shape[0]
         return total[1:]
 
     def values(self, masks: BoolArray) -> FloatArray:
         """v(S) of every coalition masks [B, n], float64 [B]."""
-        residuals = self.residuals(masks)
-        return 1.0 - residuals / self.energy if self.energy > 0 else np.ones(masks.shape[0])
+        return _share_kept(self.residuals(masks), self.energy)
 
     def release(self) -> None:
         """Forget the Gram matrices; the next call builds them again."""
@@ -133,6 +141,11 @@ class ReconLayer:
         return dense.scatter_add_(1, index, gates)
 
 
+def _share_kept(residuals: FloatArray, energy: float) -> FloatArray:
+    """1 - residual / energy; experts that put out nothing lose nothing."""
+    return 1.0 - residuals / energy if energy > 0 else np.ones(residuals.shape)
+
+
 class _Lazily(Sequence):
     """Chunks that are built while they are looked at, for layers whose Gram matrices do not fit."""
 
@@ -177,15 +190,15 @@ class ReconGame:
         total = np.zeros(masks.shape[0])
         for position in range(len(self.layers)):
             part = np.ascontiguousarray(masks[:, self.bounds[position] : self.bounds[position + 1]])
-            total += self._layer_values(position, part)
-        return total / len(self.layers)
+            total += self._residuals(position, part)
+        return _share_kept(total, sum(layer.energy for layer in self.layers))
 
-    def _layer_values(self, position: int, masks: BoolArray) -> FloatArray:
+    def _residuals(self, position: int, masks: BoolArray) -> FloatArray:
         memory = self._memory[position]
         keys = [row.tobytes() for row in masks]
         fresh = {key: row for key, row in zip(keys, masks) if key not in memory}
         if fresh:
-            memory.update(zip(fresh, self.layers[position].values(np.stack(list(fresh.values()))).tolist()))
+            memory.update(zip(fresh, self.layers[position].residuals(np.stack(list(fresh.values()))).tolist()))
         return np.array([memory[key] for key in keys])
 
     def prefetch(self, permutations: NDArray[np.int64], on_layer: Callable[[], None] | None = None) -> None:
@@ -198,7 +211,7 @@ class ReconGame:
                 for player in order[(order >= low) & (order < high)]:
                     mask[player - low] = False
                     masks.append(mask.copy())
-            self._layer_values(position, np.stack(masks))
+            self._residuals(position, np.stack(masks))
             self.layers[position].release()
             if on_layer is not None:
                 on_layer()

@@ -74,12 +74,17 @@ class ShapleyRun:
             bounds = np.cumsum([entry.num_experts for entry in self.modules])[:-1]
             phi, se = list(np.split(result.phi, bounds)), list(np.split(result.se, bounds))
             return ScoredLayers(phi, se, list(np.split(result.evals, bounds)), [result], unit)
-        results = [self._layer(position) for position in range(len(self.modules))]
-        # The global reconstruction value is the mean of the layers' values, so its exact Shapley values are a share
-        # of the layers' own (linearity); no sum over all N players has to be enumerated.
-        share = 1.0 / len(results) if self.options.scope == "global" else 1.0
-        phi = [share * result.phi for result in results]
-        return ScoredLayers(phi, [share * r.se for r in results], [r.evals for r in results], results, unit)
+        results, shares = [], np.ones(len(self.modules))
+        for position in range(len(self.modules)):
+            result, shares[position] = self._layer(position)
+            results.append(result)
+        if self.options.scope == "global":
+            # The global reconstruction value is a weighted sum of the layers' values, so its exact Shapley values are
+            # theirs times the weights (linearity); no sum over all N players has to be enumerated.
+            shares /= shares.sum()
+        phi = [share * result.phi for share, result in zip(shares, results)]
+        se = [share * result.se for share, result in zip(shares, results)]
+        return ScoredLayers(phi, se, [result.evals for result in results], results, unit)
 
     def _global(self) -> ShapleyResult:
         prior = np.concatenate([self._prior(position) for position in range(len(self.modules))])
@@ -96,14 +101,16 @@ class ShapleyRun:
         )
         return self._estimate_model("global", model_game, prior)
 
-    def _layer(self, position: int) -> ShapleyResult:
+    def _layer(self, position: int) -> tuple[ShapleyResult, float]:
+        """The game of one layer, and its weight in the global reconstruction game (1 for scope `layer`)."""
         entry = self.modules[position]
         name, prior = f"layer-{entry.layer}", self._prior(position)
         if self.options.value == "recon":
             layer = ReconLayer(self.statistics[position], backend=self.options.backend)
             result = self._estimate(name, layer.values, entry.num_experts, prior, batch=self.options.permutations)
+            weight = layer.energy if self.options.scope == "global" else 1.0
             layer.release()
-            return result
+            return result, weight
         model_game = ModelGame(
             self.model,
             self.batch,
@@ -112,7 +119,7 @@ class ShapleyRun:
             layer=entry,
             batch_tokens=self.options.batch_tokens,
         )
-        return self._estimate_model(name, model_game, prior)
+        return self._estimate_model(name, model_game, prior), 1.0
 
     def _estimate_model(self, name: str, game: ModelGame, prior: FloatArray) -> ShapleyResult:
         together = max(1, self.options.batch_tokens // self.batch.input_ids.numel())
