@@ -101,6 +101,12 @@ def test_the_global_ranking_removes_the_lowest_that_floors_allow(layers: int, co
     assert removed == pytest.approx(least)
 
 
+def test_ties_of_a_global_ranking_drop_the_last_expert_of_the_last_layer_first() -> None:
+    phis = [scores(1, 1, 1, 1), scores(1, 1, 1, 1)]
+    assert drop_lowest(phis, 1, Constraints(4, 2), floor=2) == [(0, 1, 2, 3), (0, 1, 2)]
+    assert drop_lowest(phis, 3, Constraints(4, 2), floor=2) == [(0, 1, 2), (0, 1)]
+
+
 def test_group_floors_hold_in_a_global_ranking() -> None:
     phi = scores(1, 2, 3, 4, 5, 6, 7, 8)
     limits = Constraints(8, 2, n_group=2, topk_group=1, group_floor=2)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from support.masked_reference import reference_masking
-from support.prune_cases import read_all, scores_keeping
+from support.prune_cases import mixtral_config, read_all, scores_keeping, scores_of, write_files
 from support.tiny_moe import TINY, build_tiny, load_tiny, logits, masked_logits, probe_tokens, save_tiny
 
 from xmac_cli.cli.errors import ConstraintError
@@ -106,3 +106,26 @@ def test_real_and_stored_parameters_are_told_apart(tmp_path: Path) -> None:
     per_expert = 3 * 32 * 40 + 32 + 1
     assert stored == plan.amounts.parameters_after
     assert stored - plan.amounts.real_parameters == 3 * per_expert
+
+
+def test_an_empty_slot_of_a_packed_checkpoint_keeps_what_describes_its_format(tmp_path: Path) -> None:
+    """A zero `weight_shape` or `g_idx` would make the file unreadable; the packed weights themselves are zeros."""
+    tensors: dict[str, np.ndarray] = {}
+    for layer in (0, 1):
+        block = f"model.layers.{layer}.block_sparse_moe"
+        tensors[f"{block}.gate.weight"] = np.ones((8, 16), np.float32)
+        tensors[f"{block}.e_score_correction_bias"] = np.zeros(8, np.float32)
+        for expert in range(8):
+            tensors[f"{block}.experts.{expert}.w1.weight_packed"] = np.full((8, 2), 7 + expert, np.int32)
+            tensors[f"{block}.experts.{expert}.w1.weight_scale"] = np.ones((8, 1), np.float16)
+            tensors[f"{block}.experts.{expert}.w1.weight_shape"] = np.array([8, 16], np.int64)
+    source = write_files(tmp_path / "a", mixtral_config(8) | {"model_type": "minimax_m2"}, tensors)
+    layout = sniff_layout(source)
+    plan = make_plan(layout, scores_of(layout, {0: range(8), 1: range(8, 16)}), Budget.of(keep=6), allocation="global")
+    assert [len(layer.keep) for layer in plan.layers] == [4, 8]
+    apply_plan(source, tmp_path / "b", plan)
+    verify_files(layout, plan, tmp_path / "b")
+    slot = "model.layers.0.block_sparse_moe.experts.7.w1"
+    written = read_all(tmp_path / "b")
+    assert not written[f"{slot}.weight_packed"].any()
+    assert written[f"{slot}.weight_shape"].tolist() == [8, 16]
