@@ -163,8 +163,8 @@ class StagedOutput:
         return True
 
     def _publish(self) -> None:
-        if not self.destination.is_dir() or not any(self.destination.iterdir()):
-            self.path.rename(self.destination)
+        if not self._overwrite or not self.destination.is_dir():
+            self.path.rename(self.destination)  # fails when the destination is not empty, even if it just became so
         elif not exchange(self.path, self.destination):
             replaced = self.partial / _REPLACED
             self.destination.rename(replaced)
@@ -260,7 +260,7 @@ class StagedOutput:
         if job.job_key != self._job.job_key:
             raise ResumeMismatchError(
                 f"{self.partial} belongs to other inputs or options",
-                "repeat the command that was interrupted, or start over without --resume",
+                "repeat the interrupted command, or start over without --resume (shares: remove the directory)",
             )
         if self.shares is not None and job.shares != self._job.shares:
             raise ResumeMismatchError(f"{self.partial} is split into {job.shares or 1} shares, not {self.shares[1]}")
