@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 
 import pytest
-from support.kernel_aot import SHARED_LIMIT, compile_for
+from support.kernel_aot import SHARED_LIMIT
+from support.kernel_table import compile_coalition
 from xmac_kernels.launch import launch_config
 
 pytest.importorskip("triton")
@@ -15,26 +16,6 @@ pytestmark = [
     pytest.mark.kernels_aot,
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter cannot compile"),
 ]
-
-SIGNATURE = {
-    "order_ptr": "*i16",
-    "weight_ptr": "*fp32",
-    "gram_ptr": "*fp32",
-    "full_ptr": "*fp32",
-    "mask_ptr": "*i8",
-    "out_ptr": "*fp64",
-    "tokens": "i32",
-    "n": "i32",
-    "coalitions": "i32",
-    "scale": "fp32",
-    "epsilon": "fp32",
-    "k": "constexpr",
-    "MODE": "constexpr",
-    "NP": "constexpr",
-    "KP": "constexpr",
-    "BLOCK_T": "constexpr",
-}
-POINTERS = tuple(name for name, kind in SIGNATURE.items() if kind.startswith("*"))
 
 
 @pytest.fixture(autouse=True)
@@ -48,18 +29,7 @@ def cache_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     + [(80, 256, 8, 0), (90, 16, 2, 2)],
 )
 def test_the_kernel_compiles_without_spills(arch: int, n: int, k: int, mode: int):
-    from xmac_kernels.coalition.kernel import coalition_residual_kernel
-    from xmac_kernels.coalition.triton_gpu import LAUNCH_TABLE
-
-    config = launch_config(LAUNCH_TABLE, arch, n, k)
-    built = compile_for(
-        coalition_residual_kernel,
-        SIGNATURE,
-        {"k": k, "MODE": mode, "NP": n, "KP": k, "BLOCK_T": config.block_tokens},
-        arch=arch,
-        num_warps=config.num_warps,
-        divisible=POINTERS + (("n",) if n % 16 == 0 else ()),
-    )
+    built = compile_coalition(arch, n, k, mode)
     assert built.shared <= SHARED_LIMIT[arch]
     assert built.spills == 0
     assert built.registers <= 128
