@@ -8,8 +8,10 @@ import torch
 from support.tiny_moe import TINY, build_tiny, probe_tokens
 from support.token_batches import token_batch
 
+from xmac_cli.cli.errors import UnsupportedModelError
 from xmac_cli.prune_moe.calibration_pass import LayerStatistics, calibrate, forward
 from xmac_cli.prune_moe.expert_outputs import all_expert_outputs
+from xmac_cli.prune_moe.gates import GateFormula
 from xmac_cli.prune_moe.recon import ReconGame, ReconLayer
 from xmac_cli.prune_moe.routing import masked_routing, moe_modules
 from xmac_cli.prune_moe.shapley import estimate_shapley, exact_shapley
@@ -141,6 +143,27 @@ def test_prefetching_leaves_nothing_to_evaluate():
         masks[np.arange(4), orders[:, step]] = False
         game.values(masks)
     assert [layer.evaluations for layer in layers] == before
+
+
+def test_a_router_that_does_not_follow_its_family_s_formula_is_refused(monkeypatch: pytest.MonkeyPatch):
+    model, batch = build_tiny("mixtral"), token_batch(probe_tokens(), LENGTHS)
+    statistics = statistics_of(model, batch)[0]
+    wrong = GateFormula("sigmoid", 2, "none")
+    monkeypatch.setattr("xmac_cli.prune_moe.recon.gate_formula", lambda entry: wrong)
+    with pytest.raises(UnsupportedModelError, match="does not follow the gate formula"):
+        ReconLayer(statistics)
+
+
+def test_a_bfloat16_model_can_be_scored():
+    """Its logits tie now and then; values stay close to those of the float32 model."""
+    batch = token_batch(probe_tokens(batch=8))
+    values = []
+    masks = np.random.default_rng(0).random((6, 8)) < 0.7
+    for dtype in (torch.float32, torch.bfloat16):
+        model = build_tiny("mixtral", dtype=dtype)
+        model.set_experts_implementation("eager")
+        values.append(ReconLayer(statistics_of(model, batch)[0]).values(masks))
+    np.testing.assert_allclose(values[0], values[1], atol=0.05)
 
 
 def test_backends_agree_on_a_real_layer():

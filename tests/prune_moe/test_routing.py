@@ -95,6 +95,39 @@ def test_group_limited_routers_follow_the_formula(model_type: str):
             assert (dense(call.index, call.gates, 8) - want).abs().max() < 1e-6
 
 
+# Settings of a router that its config could also have: (model type, part of the block, attribute, value).
+VARIANTS = [
+    ("dbrx", "block", "moe_normalize_expert_weights", 2.0),
+    ("dbrx", "block", "moe_normalize_expert_weights", None),
+    ("qwen2_moe", "router", "norm_topk_prob", True),
+    ("qwen3_moe", "router", "norm_topk_prob", False),
+    ("cohere2_moe", "router", "expert_selection_fn", "sigmoid"),
+    ("glm4_moe", "router", "norm_topk_prob", False),
+    ("lfm2_moe", "router", "norm_topk_prob", False),
+    ("deepseek_v2", "router", "routed_scaling_factor", 16.0),
+]
+
+
+@pytest.mark.parametrize(("model_type", "part", "attribute", "value"), VARIANTS)
+def test_gates_follow_the_formula_for_every_setting_of_a_router(
+    model_type: str, part: str, attribute: str, value: object
+):
+    model, tokens = build_tiny(model_type), probe_tokens()
+    modules = moe_modules(model)
+    for entry in modules:
+        assert hasattr(getattr(entry, part), attribute)
+        setattr(getattr(entry, part), attribute, value)
+    masks = {entry.name: np.array([1, 0, 1, 1, 0, 1, 0, 1], dtype=bool) for entry in modules}
+    calls: list[RoutingCall] = []
+    with masked_routing(model, masks, observe=calls.append):
+        logits(model, tokens)
+    for call in calls:
+        formula = gate_formula(call.module)
+        assert formula is not None
+        want = dense(*masked_gates(formula, call.logits, torch.from_numpy(masks[call.module.name])), 8)
+        assert (dense(call.index, call.gates, 8) - want).abs().max() < 1e-6 * formula.scale
+
+
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_without_survivors_the_block_is_its_shared_experts_alone(model_type: str):
     model, tokens = build_tiny(model_type), probe_tokens()

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from xmac_kernels.coalition import CoalitionTable, coalition_residual
 
+from xmac_cli.cli.errors import UnsupportedModelError
 from xmac_cli.prune_moe.calibration_pass import LayerStatistics, row_chunks
 from xmac_cli.prune_moe.expert_outputs import all_expert_outputs
 from xmac_cli.prune_moe.gates import GateFormula, gate_formula, masked_gates, ranked_gates
@@ -29,8 +30,11 @@ from xmac_cli.prune_moe.routing import route_logits
 BoolArray = NDArray[np.bool_]
 FloatArray = NDArray[np.float64]
 
-# Gram matrices of one layer that are kept in memory, and expert outputs that exist at one time, in bytes.
+# Gram matrices of one layer that are kept in memory, in bytes.
 TABLE_BYTES = 4 << 30
+# Share of the gates that a formula may give to other experts than the router did: ties and rounding in bfloat16.
+FORMULA_TOLERANCE = 0.02
+# Expert outputs that exist at one time, in bytes.
 _OUTPUT_BYTES = 256 << 20
 
 
@@ -59,7 +63,7 @@ class ReconLayer:
         self.backend = backend
         self._hidden = torch.cat(statistics.inputs)
         self._logits = torch.cat(statistics.logits)
-        self._formula = gate_formula(self.entry)
+        self._formula = _checked_formula(statistics, self._logits)
         self._keep = self._hidden.shape[0] * self.entry.num_experts**2 * 4 <= table_bytes
         self._chunks: list[_GramChunk] | None = None
         self._energy: float | None = None
@@ -139,6 +143,28 @@ class ReconLayer:
         index, gates = layer_gates(self.entry, self._formula, logits, mask.to(logits.device))
         dense = torch.zeros(logits.shape, dtype=torch.float64, device=logits.device)
         return dense.scatter_add_(1, index, gates)
+
+
+def _checked_formula(statistics: LayerStatistics, logits: Tensor) -> GateFormula | None:
+    """The formula of the router, after it has reproduced what the router did on the calibration tokens.
+
+    Raises:
+        UnsupportedModelError: it does not, so the router is not what its family's row says.
+    """
+    entry, formula = statistics.entry, gate_formula(statistics.entry)
+    if formula is None:
+        return None
+    index, gates = masked_gates(formula, logits, torch.ones(entry.num_experts, dtype=torch.bool, device=logits.device))
+    seen = statistics.count if formula.score == "one" else statistics.gate / entry.output_scale
+    ours = torch.bincount(index.flatten(), weights=gates.flatten(), minlength=entry.num_experts).cpu().numpy()
+    deviation = float(np.abs(ours - seen).sum() / max(np.abs(seen).sum(), 1e-30))
+    if deviation > FORMULA_TOLERANCE:
+        raise UnsupportedModelError(
+            f"the router of {entry.name} ({type(entry.router).__name__}) does not follow the gate formula of its "
+            f"family, gates differ by {deviation:.1%}",
+            hint="use --value ppl, which runs the router itself",
+        )
+    return formula
 
 
 def _share_kept(residuals: FloatArray, energy: float) -> FloatArray:
