@@ -19,7 +19,14 @@ from xmac_cli.cli.progress import NullProgress
 from xmac_cli.data.documents import read_documents
 from xmac_cli.data.stdlib_corpus import load_stdlib_corpus
 from xmac_cli.models import demo_moe
-from xmac_cli.models.demo_cache import DemoMoe, cache_directory, cached_demo_moe, write_calibration, write_heldout
+from xmac_cli.models.demo_cache import (
+    DemoMoe,
+    cache_directory,
+    cached_demo_moe,
+    find_demo_moe,
+    write_calibration,
+    write_heldout,
+)
 from xmac_cli.models.demo_moe import MixtureBatches, build_demo_moe
 from xmac_cli.models.demo_recipe import RECIPES, demo_recipe
 from xmac_cli.models.loading import load_model, load_tokenizer
@@ -191,12 +198,13 @@ def test_batches_keep_the_mixture_exactly_and_depend_only_on_their_number() -> N
         assert abs(int((first == value).sum()) - 2000 * share) <= 3
 
 
-@pytest.mark.slow
 def test_the_full_size_beats_unigram_and_bigram_clearly() -> None:
-    """Uses the cached model, or trains it (minutes)."""
-    report = cached_demo_moe().report
-    assert report["perplexity"]["model"] < 0.65 * report["perplexity"]["bigram"]
+    demo = find_demo_moe()
+    if demo is None:
+        pytest.skip("the full demo MoE is not in the cache; `xmac demo-model moe -o DIR` trains it in minutes")
+    report = demo.report
+    assert report["perplexity"]["model"] < 0.5 * report["perplexity"]["bigram"]
     assert report["perplexity"]["model"] < 0.1 * report["perplexity"]["unigram"]
     for row in report["domains"].values():
-        assert row["model"] < row["bigram"] < row["unigram"]
-    assert all(layer["domain_information_bits"] > 0.2 for layer in report["specialisation"])
+        assert row["model"] < 0.75 * row["bigram"]
+    assert all(layer["domain_information_bits"] > 0.1 for layer in report["specialisation"])

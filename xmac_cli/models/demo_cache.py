@@ -26,7 +26,7 @@ from typing import Any
 from xmac_cli.cli.errors import UsageError
 from xmac_cli.cli.progress import NullProgress, Progress
 from xmac_cli.data.stdlib_corpus import Corpus, load_stdlib_corpus, write_corpus_files
-from xmac_cli.models.demo_recipe import demo_recipe
+from xmac_cli.models.demo_recipe import DemoMoeRecipe, demo_recipe
 
 # Calibration wants variety and little text: this many documents of each domain are written.
 CALIBRATION_DOCUMENTS = 64
@@ -76,21 +76,22 @@ def cached_demo_moe(
         steps: optimizer steps, instead of the recipe's.
     """
     progress = progress or NullProgress()
-    recipe = demo_recipe(size)
-    if steps is not None:
-        if steps < 1:
-            raise UsageError(f"the number of training steps must be positive, got {steps}")
-        recipe = replace(recipe, steps=steps)
-    corpus = load_stdlib_corpus(recipe.corpus)
-    root = directory or cache_directory()
-    root.mkdir(parents=True, exist_ok=True)
-    home = root / f"demo-moe-{size}-{recipe.key(seed, corpus.fingerprint)}"
-    with _locked(root / f".{home.name}.lock"):
+    recipe, corpus, home = _home(directory, seed, size, steps)
+    home.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(home.parent / f".{home.name}.lock"):
         if not home.is_dir():
-            partial = root / f".{home.name}.partial"
+            partial = home.parent / f".{home.name}.partial"
             _build(partial, corpus, recipe, seed, progress)
             partial.rename(home)
     return _open(home)
+
+
+def find_demo_moe(
+    directory: Path | None = None, seed: int = 0, size: str = "demo", *, steps: int | None = None
+) -> DemoMoe | None:
+    """The demo MoE if it was built before, else None; arguments as for `cached_demo_moe`."""
+    _, _, home = _home(directory, seed, size, steps)
+    return _open(home) if home.is_dir() else None
 
 
 def write_calibration(directory: Path, size: str = "demo") -> dict[str, Path]:
@@ -143,7 +144,19 @@ def _write_calibration(corpus: Corpus, directory: Path) -> dict[str, Path]:
     return write_corpus_files(documents, directory)
 
 
-def _build(partial: Path, corpus: Corpus, recipe: Any, seed: int, progress: Progress) -> None:
+def _home(directory: Path | None, seed: int, size: str, steps: int | None) -> tuple[DemoMoeRecipe, Corpus, Path]:
+    """Recipe and text of a model, and its folder in the cache."""
+    recipe = demo_recipe(size)
+    if steps is not None:
+        if steps < 1:
+            raise UsageError(f"the number of training steps must be positive, got {steps}")
+        recipe = replace(recipe, steps=steps)
+    corpus = load_stdlib_corpus(recipe.corpus)
+    root = directory or cache_directory()
+    return recipe, corpus, root / f"demo-moe-{size}-{recipe.key(seed, corpus.fingerprint)}"
+
+
+def _build(partial: Path, corpus: Corpus, recipe: DemoMoeRecipe, seed: int, progress: Progress) -> None:
     import torch
 
     from xmac_cli.models.demo_moe import build_demo_moe
