@@ -55,7 +55,7 @@ class CorpusSize:
 
 SIZES: Mapping[str, CorpusSize] = {
     "demo": CorpusSize(train_bytes=3_000_000, heldout_bytes=49_152),
-    "tiny": CorpusSize(train_bytes=60_000, heldout_bytes=8_192, heldout_piece=2_048),
+    "tiny": CorpusSize(train_bytes=60_000, heldout_bytes=4_096, heldout_piece=1_024),
 }
 
 

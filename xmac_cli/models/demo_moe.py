@@ -162,7 +162,8 @@ def judge(
     bigram = BigramModel(seen, recipe.vocabulary)
     losses: dict[str, dict[str, np.ndarray]] = {}
     for domain, documents in heldout.items():
-        nll = token_nll(model, documents, window=recipe.seqlen, stride=recipe.seqlen // 2)
+        rows = max(8, 2048 // recipe.seqlen)
+        nll = token_nll(model, documents, window=recipe.seqlen, stride=recipe.seqlen // 2, batch_size=rows)
         arrays = [np.asarray(ids) for ids in documents]
         losses[domain] = {
             "model": np.concatenate([values.numpy() for values in nll]),
