@@ -15,7 +15,7 @@ from pathlib import Path
 from xmac_cli.checkpoint.files import open_regular
 from xmac_cli.cli.errors import InputError
 
-_CALL_BYTES = 64 << 20
+_CALL_BYTES = 16 << 20
 _BUFFER_BYTES = 4 << 20
 _MAX_OPEN_FILES = 32
 _FICLONE = 0x40049409
