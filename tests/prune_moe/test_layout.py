@@ -214,7 +214,7 @@ def test_a_vision_tower_deeper_than_the_language_model_is_no_next_token_layer(tm
         ("phimoe", {}, 1, False),
         ("dbrx", {"ffn_config": {"moe_normalize_expert_weights": 1}}, 1, True),
         ("dbrx", {"ffn_config": {"moe_normalize_expert_weights": None}}, 1, False),
-        ("ernie4_5_moe", {}, 1, True),
+        ("ernie4_5_moe", {}, 1, False),
     ],
 )
 def test_where_an_unused_expert_may_be_dropped_without_a_pass(

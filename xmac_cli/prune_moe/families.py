@@ -321,6 +321,9 @@ def null_move_is_exact(family: Family, config: Mapping[str, Any], n_group: int) 
     """
     if n_group > 1 or family.routing == "sparsemixer":
         return False
+    if family.routing == "softmax" and family.selection_bias:
+        # ERNIE: a removal lifts the other probabilities against their biases, so the choice can change.
+        return False
     if family.routing != "softmax" or family.renormalise == "always":
         return True
     return family.renormalise != "never" and bool(config_value(config, (family.renormalise,)))
