@@ -58,28 +58,41 @@ def complete(destination: Path, reference: dict[str, bytes]) -> None:
     assert [path.name for path in destination.parent.iterdir()] == [destination.name], "nothing else may be left"
 
 
+def kill_after(process: subprocess.Popen[str], seconds: float) -> bool:
+    """Send SIGKILL some time after the work began; True when that came before the end."""
+    assert process.stdout is not None
+    process.stdout.readline()
+    time.sleep(seconds)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    return process.returncode != 0
+
+
 def test_ten_kills_at_random_moments(source: Path, reference: dict[str, bytes], destination: Path) -> None:
     dice = random.Random(11)
+    process = start(source, destination)
+    assert process.stdout is not None
+    process.stdout.readline()
     began = time.monotonic()
-    finish(start(source, destination))
+    finish(process)
     usual = time.monotonic() - began
     killed = kept = 0
-    for _ in range(10):
+    journal = destination.with_name("out.partial") / "journal.jsonl"
+    for _ in range(40):
         shutil.rmtree(destination, ignore_errors=True)
-        for attempt in range(4):
-            process = start(source, destination, *(["--resume"] if attempt else []))
-            assert process.stdout is not None
-            process.stdout.readline()
-            time.sleep(dice.uniform(0.0, 0.5 * usual))
-            process.send_signal(signal.SIGKILL)
-            process.communicate()
-            if process.returncode == 0 or destination.exists():
-                break
+        flags: list[str] = []
+        while kill_after(start(source, destination, *flags), dice.uniform(0.0, 0.8 * usual)):
+            if destination.exists():
+                break  # it came between publishing and the end
             killed += 1
-            journal = destination.with_name("out.partial") / "journal.jsonl"
             kept += journal.exists() and journal.read_bytes().count(b"\n") > 1
+            flags = ["--resume"]
+            if killed % 2:
+                break
         finish(start(source, destination, "--resume", "--overwrite"))
         complete(destination, reference)
+        if killed >= 10:
+            break
     assert killed >= 10
     assert kept >= 3, "kills must have hit runs that had something worth resuming"
 
