@@ -50,26 +50,39 @@ def _parameter(field: OptionField) -> inspect.Parameter:
     names = [field.flag if field.kind is not bool else f"{field.flag}/--no-{field.flag[2:]}"]
     if option.short:
         names.insert(0, option.short)
-    kind: Any = field.kind
-    if field.kind is float or field.kind is int or field.kind is bool or field.kind is Path:
-        kind = field.kind
-    annotation: Any = list[kind] | None if field.multiple else kind | None
-    help_text = option.help
-    if field.choices:
-        help_text += f" ({' | '.join(field.choices)})"
-    shown = _default_text(field)
+    annotation: Any = (list[field.kind] if field.multiple else field.kind) | None  # type: ignore[name-defined]
+    help_text = option.help + _remarks(field)
     if option.argument:
-        word = typer.Argument(help=help_text, metavar=option.metavar or field.flag, show_default=shown or False)
+        word = typer.Argument(help=help_text, metavar=option.metavar or field.flag, show_default=False)
         return _keyword(field.name, annotation, word)
     info = typer.Option(
         *names,
         help=help_text,
-        metavar=option.metavar,
-        show_default=shown or False,
+        metavar=option.metavar or _metavar(field),
+        show_default=False,
         rich_help_panel=option.panel,
         autocompletion=(lambda choices: lambda: list(choices))(field.choices) if field.choices else None,
     )
     return _keyword(field.name, annotation, info)
+
+
+def _metavar(field: OptionField) -> str:
+    """The word that stands for a value in the help; a blank for a switch, which takes none."""
+    if field.choices:
+        return "NAME"
+    return {bool: " ", int: "N", float: "X", Path: "PATH", str: "TEXT"}[field.kind]
+
+
+def _remarks(field: OptionField) -> str:
+    """What the help adds to an option's sentence: choices, repetition, default."""
+    default = _default_text(field)
+    remarks = (
+        " | ".join(field.choices),
+        "may be repeated" if field.multiple else "",
+        f"default: {default}" if default else "",
+    )
+    text = "; ".join(filter(None, remarks))
+    return f" ({text})" if text else ""
 
 
 def _default_text(field: OptionField) -> str:
@@ -103,7 +116,7 @@ def _common_parameters(verb: type[Verb]) -> list[inspect.Parameter]:
     hidden = () if verb.writes else ("overwrite", "resume", "link")
     parameters = []
     if verb.writes:
-        info = typer.Option("-o", "--output", help="the new directory", show_default=False, rich_help_panel=out)
+        info = typer.Option("-o", "--output", help="the new directory", metavar="OUTPUT", rich_help_panel=out)
         parameters.append(_keyword("output", Path | None, info))
     flags = (
         ("json", "--json", "print the report as one JSON object on stdout instead of the path", out),
@@ -111,10 +124,11 @@ def _common_parameters(verb: type[Verb]) -> list[inspect.Parameter]:
         ("dry_run", "--dry-run", "say what would be done and what it costs, from headers only", run),
         ("debug", "--debug", "show the traceback of an error", run),
     )
-    info = typer.Option("--recipe", help="options from a YAML file or an earlier xmac.json", rich_help_panel=run)
+    text = "options from a YAML file or an earlier xmac.json"
+    info = typer.Option("--recipe", help=text, metavar="FILE", rich_help_panel=run)
     parameters.append(_keyword("recipe", Path | None, info))
     for name, flag, text, panel in flags:
-        info = typer.Option(flag, help=text, show_default=False, rich_help_panel=panel)
+        info = typer.Option(flag, help=text, metavar=" ", show_default=False, rich_help_panel=panel)
         parameters.append(_keyword(name, bool, info, default=False))
     taken = {field.name for field in option_fields(verb)}
     parameters += [_parameter(f) for f in option_fields(RunSettings) if f.name not in hidden and f.name not in taken]

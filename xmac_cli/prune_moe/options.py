@@ -69,8 +69,8 @@ class PruneOptions:
         tuple[Path, ...], Option("calibration text: jsonl, txt, parquet or token-id safetensors", panel=_CALIB)
     ] = ()
     calib_weights: Annotated[tuple[float, ...], Option("share of each --calib file", gt=0, panel=_CALIB)] = ()
-    calib_samples: Annotated[int, Option("sequences (paper: 128)", ge=1, panel=_CALIB)] = 16
-    calib_seqlen: Annotated[int, Option("tokens in a sequence (NAEE: 2048)", ge=2, panel=_CALIB)] = 512
+    calib_samples: Annotated[int, Option("sequences; the paper takes 128", ge=1, panel=_CALIB)] = 16
+    calib_seqlen: Annotated[int, Option("tokens in a sequence; NAEE takes 2048", ge=2, panel=_CALIB)] = 512
     calib_packing: Annotated[
         Literal["pack", "document"], Option("blocks across documents, or one document a sequence", panel=_CALIB)
     ] = "pack"
@@ -81,7 +81,7 @@ class PruneOptions:
     )
     scores: Annotated[Path | None, Option("use the scores in this directory", metavar="DIR", panel=_SCORE)] = None
     scores_out: Annotated[
-        Path | None, Option("keep the scores here (OUTPUT of --stage score)", metavar="DIR", panel=_SCORE)
+        Path | None, Option("keep the scores here; OUTPUT of --stage score", metavar="DIR", panel=_SCORE)
     ] = None
     batch_tokens: Annotated[
         int, Option("tokens in one forward pass, over all coalitions in it", ge=1, panel=_SCORE)
@@ -89,20 +89,22 @@ class PruneOptions:
 
     value: Annotated[
         Literal["recon", "ppl", "nll", "kl"],
-        Option("recon = layer-local reconstruction; ppl = 1/perplexity (paper)", panel=_SHAPLEY),
+        Option("the game: recon = layer-local reconstruction, ppl = 1/perplexity as in the paper", panel=_SHAPLEY),
     ] = "recon"
     scope: Annotated[
-        Literal["global", "layer"], Option("one game over all layers (paper) or one per layer", panel=_SHAPLEY)
+        Literal["global", "layer"], Option("one game over all layers as in the paper, or one per layer", panel=_SHAPLEY)
     ] = "global"
     sampler: Annotated[
         Literal["rgis", "uniform", "antithetic", "exact"], Option("how permutations are drawn", panel=_SHAPLEY)
     ] = "rgis"
     rgis_weights: Annotated[
-        Literal["prefix", "full", "none"], Option("importance weights (paper: full)", panel=_SHAPLEY)
+        Literal["prefix", "full", "none"], Option("importance weights; the paper's are full", panel=_SHAPLEY)
     ] = "prefix"
-    rgis_mix: Annotated[float, Option("share of uniform permutations (paper: 0)", ge=0, le=1, panel=_SHAPLEY)] = 0.3
-    rgis_temper: Annotated[str, Option("exponent on the frequencies, or auto", panel=_SHAPLEY)] = "1.0"
-    permutations: Annotated[int, Option("M", ge=1, short="-M", panel=_SHAPLEY)] = 20
+    rgis_mix: Annotated[float, Option("share of uniform permutations; 0 in the paper", ge=0, le=1, panel=_SHAPLEY)] = (
+        0.3
+    )
+    rgis_temper: Annotated[str, Option("exponent on the routing frequencies, or auto", panel=_SHAPLEY)] = "1.0"
+    permutations: Annotated[int, Option("permutations drawn, M in the paper", ge=1, short="-M", panel=_SHAPLEY)] = 20
     truncate: Annotated[
         float, Option("tau: stop a permutation below this share of V(all); 0 = never", ge=0, lt=1, panel=_SHAPLEY)
     ] = 0.5
@@ -118,10 +120,12 @@ class PruneOptions:
     align: Annotated[int, Option("round the count up to a multiple of this", ge=1, panel=_PLAN)] = 1
     protect: Annotated[tuple[str, ...], Option("never drop: LAYER:EXPERT[,...]", panel=_PLAN)] = ()
     protect_super: Annotated[bool, Option("never drop experts with extreme activations", panel=_PLAN)] = False
-    layers: Annotated[str | None, Option("only these layers, as 0-3,7 (needs padding)", panel=_PLAN)] = None
+    layers: Annotated[str | None, Option("only these layers, as 0-3,7; needs padding", panel=_PLAN)] = None
     refine_swaps: Annotated[int, Option("exchanges to try after the ranking", ge=0, panel=_PLAN)] = 0
-    mtp: Annotated[Literal["slice", "drop", "keep"], Option("next-token-prediction layers", panel=_PLAN)] = "slice"
-    plan_file: Annotated[Path | None, Option("apply this plan.json", flag="--plan", panel=_PLAN)] = None
+    mtp: Annotated[
+        Literal["slice", "drop", "keep"], Option("what happens to multi-token-prediction layers", panel=_PLAN)
+    ] = "slice"
+    plan_file: Annotated[Path | None, Option("apply this plan.json", flag="--plan", metavar="FILE", panel=_PLAN)] = None
     plan_out: Annotated[Path | None, Option("write plan.json here", metavar="FILE", panel=_PLAN)] = None
 
     verify: Annotated[
