@@ -47,7 +47,7 @@ class DemoMoeRecipe:
     initializer_range: float = 0.06
     weight_decay: float = 0.1
     warmup_steps: int = 50
-    balance: float = 0.01
+    balance: float = 0.003
     mixture: Mapping[str, float] = field(default_factory=lambda: dict(_MIXTURE))
 
     def key(self, seed: int, corpus_fingerprint: str) -> str:
