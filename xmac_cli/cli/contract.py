@@ -20,13 +20,14 @@ from xmac_cli import __version__
 from xmac_cli.cli.errors import UsageError
 from xmac_cli.cli.inputs import resolve_input
 from xmac_cli.cli.options import as_plain, option_fields
-from xmac_cli.cli.progress import Progress
+from xmac_cli.cli.progress import NullProgress, Progress
 from xmac_cli.cli.settings import RunSettings
 from xmac_cli.cli.verb import Job, Verb
+from xmac_cli.models.processes import process_rank
+from xmac_cli.report.schema import Report
 
 if TYPE_CHECKING:
     from xmac_cli.checkpoint.output import StagedOutput
-    from xmac_cli.report.schema import Report
 
 METRICS = "metrics.jsonl"
 
@@ -51,6 +52,9 @@ def run_verb(verb: Verb, source: Path | None, output: Path | None, settings: Run
     _limit_threads(settings.threads)
     path, fingerprint = _open_source(verb, source)
     kind = verb.output_kind()
+    if process_rank()[0] > 0:
+        verb.assist(Job(path, None, NullProgress(), settings))
+        return Report({})
     if kind is None:
         if output is not None:
             raise UsageError(f"{verb.name} with these options writes no OUTPUT, but {output} was given")
@@ -67,6 +71,8 @@ def run_verb(verb: Verb, source: Path | None, output: Path | None, settings: Run
 
 def dry_run(verb: Verb, source: Path | None) -> Report:
     """What the verb would do, from headers only; nothing is written."""
+    if process_rank()[0] > 0:
+        return Report({})
     path, _ = _open_source(verb, source)
     return verb.plan(path)
 
@@ -119,7 +125,6 @@ def _run_staged(
 def _published(output: Path, started: float) -> Report:
     """The report of an output that an interrupted run had already published."""
     from xmac_cli.checkpoint.lineage import read_xmac_json
-    from xmac_cli.report.schema import Report
 
     stored = (read_xmac_json(output) or {}).get("report", {})
     report = Report(stored.get("result", {}), warnings=stored.get("warnings", ()), output=output)

@@ -137,6 +137,9 @@ class Verb:
         """Do the work. Never prints."""
         raise NotImplementedError
 
+    def assist(self, job: Job) -> None:
+        """What the second and further processes of one launch do; by default the first works alone."""
+
     def plan(self, source: Path | None) -> Report:
         """What a run would do, and what it would cost, from headers only (--dry-run)."""
         raise UsageError(f"{self.name} has no --dry-run")

@@ -67,6 +67,15 @@ class PruneMoe(PruneOptions, Verb):
         }[self.stage]
         return run(with_preset(self), job)
 
+    def assist(self, job: Job) -> None:
+        """Take part in scoring."""
+        from xmac_cli.prune_moe import comparing, stages
+
+        if self.stage == "compare":
+            comparing.run_compare(with_preset(self), job)
+        elif self.stage in ("all", "score"):
+            stages.assist_scoring(with_preset(self), job)
+
     def plan(self, source: Path | None) -> Report:
         """--dry-run, from headers only."""
         from xmac_cli.prune_moe.stages import preview

@@ -16,6 +16,7 @@ from xmac_cli.cli.errors import ConstraintError, UsageError
 from xmac_cli.cli.verb import Job
 from xmac_cli.data.calibration import CalibrationOptions, TokenBatch
 from xmac_cli.models.loading import load_model, load_tokenizer
+from xmac_cli.models.processes import join_processes
 from xmac_cli.prune_moe.allocation import round_half_up
 from xmac_cli.prune_moe.calibration_pass import calibrate
 from xmac_cli.prune_moe.layout import Layout
@@ -61,7 +62,8 @@ class ScoringJob:
     def model(self) -> Any:
         """The checkpoint as a transformers model."""
         trust = self.job.settings.trust_remote_code
-        return load_model(self.job.checkpoint, device=self.job.device, dtype=self.job.dtype, trust_remote_code=trust)
+        device = join_processes(self.job.device)
+        return load_model(self.job.checkpoint, device=device, dtype=self.job.dtype, trust_remote_code=trust)
 
     @cached_property
     def modules(self) -> list[MoEModule]:

@@ -15,6 +15,7 @@ from torch import nn
 
 from xmac_cli.cli.progress import Progress
 from xmac_cli.data.calibration import TokenBatch
+from xmac_cli.models.processes import from_first, process_rank, shared_evaluation
 from xmac_cli.prune_moe.calibration_pass import LayerStatistics
 from xmac_cli.prune_moe.moe_blocks import MoEModule
 from xmac_cli.prune_moe.permutation_walk import BatchValueFn
@@ -123,8 +124,12 @@ class ShapleyRun:
 
     def _estimate_model(self, name: str, game: ModelGame, prior: FloatArray) -> ShapleyResult:
         together = max(1, self.options.batch_tokens // self.batch.input_ids.numel())
-        inactive = game.inactive if game.has_null_moves else None
-        return self._estimate(name, game.values, game.num_players, prior, batch=together, inactive=inactive)
+        processes = process_rank()[1]
+        # What an expert is used for is known only to the process that evaluated the coalition; skipping the shortcut
+        # costs passes and changes no value.
+        inactive = game.inactive if game.has_null_moves and processes == 1 else None
+        values = shared_evaluation(game.values)
+        return self._estimate(name, values, game.num_players, prior, batch=together * processes, inactive=inactive)
 
     def _estimate(
         self,
@@ -155,7 +160,7 @@ class ShapleyRun:
             batch=batch,
             inactive=inactive,
             log_values=options.value in ("nll", "kl"),
-            state=self.states.load(name),
+            state=from_first(self.states.load(name)),
             on_state=lambda state: self.states.save(name, state),
             progress=self.progress,
         )

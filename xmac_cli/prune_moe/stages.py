@@ -36,6 +36,15 @@ def run_score(options: PruneOptions, job: Job) -> Report:
     return replace(score_report(scores), figures=tuple(score_figures(scores)), warnings=scoring.warnings(scores))
 
 
+def assist_scoring(options: PruneOptions, job: Job) -> None:
+    """The part of a further process: evaluate coalitions for the first one."""
+    layout = sniff_layout(job.checkpoint)
+    if options.stage == "all":
+        _check_budget(options, layout)
+    if options.scores is None:
+        _scoring(options, job, layout).scores()
+
+
 def run_plan(options: PruneOptions, job: Job) -> Report:
     """Plan from a score directory; writes plan.json and nothing else."""
     from xmac_cli.prune_moe.figures import score_figures
