@@ -37,5 +37,6 @@ def test_two_processes_end_with_the_scores_of_one(trained: Trained, tmp_path: Pa
     one, two = (load_file(tmp_path / name / "scores.safetensors") for name in ("one", "two"))
     assert one.keys() == two.keys()
     for name in one:
-        assert abs(one[name] - two[name]).max() < 1e-9, name
+        # float32 sums of differently composed batches differ in the last bits
+        assert abs(one[name] - two[name]).max() < 1e-7, name
     assert any(name.startswith("phi.") and one[name].std() > 0 for name in one)

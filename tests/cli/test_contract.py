@@ -117,6 +117,24 @@ def test_resume_with_other_options_is_refused(source, tmp_path):
         CopyCheckpoint(fail=True).run(source, tmp_path / "out", resume=True)
 
 
+def test_resume_after_the_output_was_published_has_nothing_left_to_do(source, tmp_path):
+    CopyCheckpoint().run(source, tmp_path / "out")
+    before = tree(tmp_path / "out")
+    report = CopyCheckpoint().run(source, tmp_path / "out", resume=True)
+    assert report.output == tmp_path / "out" and report.result == {"tensors": 2} and tree(tmp_path / "out") == before
+    with pytest.raises(UsageError, match="exists"):
+        CopyCheckpoint(times=2).run(source, tmp_path / "out", resume=True)
+
+
+def test_resume_notices_weights_of_the_same_shape_but_other_content(source, tmp_path):
+    with pytest.raises(ConstraintError):
+        CopyCheckpoint(fail=True).run(source, tmp_path / "out")
+    name = "model-00001-of-00002.safetensors"
+    save_file({"a": torch.zeros(2, 3)}, source / name, metadata={"format": "pt"})
+    with pytest.raises(ResumeMismatchError):
+        CopyCheckpoint(fail=True).run(source, tmp_path / "out", resume=True)
+
+
 @pytest.mark.parametrize("where", ["source", "source/inside"])
 def test_output_may_not_be_the_input_or_lie_inside_it(source, tmp_path, where):
     before = tree(source)

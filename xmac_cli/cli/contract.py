@@ -12,7 +12,7 @@ import os
 import resource
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +50,8 @@ def run_verb(verb: Verb, source: Path | None, output: Path | None, settings: Run
     """
     started = time.monotonic()
     _limit_threads(settings.threads)
-    path, fingerprint = _open_source(verb, source)
+    opened = _open_source(verb, source)
+    path = opened.path
     kind = verb.output_kind()
     if process_rank()[0] > 0:
         verb.assist(Job(path, None, NullProgress(), settings))
@@ -64,7 +65,7 @@ def run_verb(verb: Verb, source: Path | None, output: Path | None, settings: Run
         output = output or verb.default_output()
         if output is None:
             raise UsageError("OUTPUT is missing", "give a second path or -o OUTPUT")
-        report = _run_staged(verb, path, output, settings, progress, fingerprint, started)
+        report = _run_staged(verb, opened, output, settings, progress, started)
     _write_report_files(verb, report, settings)
     return report
 
@@ -73,37 +74,49 @@ def dry_run(verb: Verb, source: Path | None) -> Report:
     """What the verb would do, from headers only; nothing is written."""
     if process_rank()[0] > 0:
         return Report({})
-    path, _ = _open_source(verb, source)
-    return verb.plan(path)
+    return verb.plan(_open_source(verb, source).path)
 
 
-def _open_source(verb: Verb, source: Path | None) -> tuple[Path | None, str | None]:
+@dataclass(frozen=True)
+class _Source:
+    """INPUT after its headers were read.
+
+    Args:
+        path: existing path, or None for a verb that reads nothing.
+        fingerprint: what lineage records; equal for copies of a checkpoint.
+        identity: what --resume compares; also sees that files were replaced by others of the same shapes.
+    """
+
+    path: Path | None = None
+    fingerprint: str | None = None
+    identity: str = ""
+
+
+def _open_source(verb: Verb, source: Path | None) -> _Source:
     if verb.reads is None:
-        return None, None
+        return _Source()
     if source is None:
         raise UsageError("INPUT is missing", "give a path, or - to read one from stdin")
     path = resolve_input(source, verb.reads)
     if verb.reads != "checkpoint":
-        return path, None
+        status = path.stat()
+        return _Source(path, None, f"{path.resolve()} {status.st_size} {status.st_mtime_ns}")
     from xmac_cli.checkpoint.directory import Checkpoint
-    from xmac_cli.checkpoint.fingerprint import fast_fingerprint
+    from xmac_cli.checkpoint.fingerprint import fast_fingerprint, local_identity
 
-    return path, fast_fingerprint(Checkpoint.open(path))
+    checkpoint = Checkpoint.open(path)
+    return _Source(path, fast_fingerprint(checkpoint), local_identity(checkpoint))
 
 
 def _run_staged(
-    verb: Verb,
-    source: Path | None,
-    output: Path,
-    settings: RunSettings,
-    progress: Progress,
-    fingerprint: str | None,
-    started: float,
+    verb: Verb, source: _Source, output: Path, settings: RunSettings, progress: Progress, started: float
 ) -> Report:
     from xmac_cli.checkpoint.output import StagedOutput, check_destination
 
-    check_destination(source, output, settings.overwrite)
-    key = job_key(verb, settings, fingerprint)
+    key = job_key(verb, settings, source.identity)
+    if settings.resume and _is_result_of(output, key):
+        return _published(output, started)
+    check_destination(source.path, output, settings.overwrite)
     staged = StagedOutput(
         output, overwrite=settings.overwrite, resume=settings.resume, job_key=key, shares=verb.shares()
     )
@@ -112,14 +125,24 @@ def _run_staged(
             return _published(output, started)
         staged.scratch.mkdir(parents=True, exist_ok=True)
         progress.metrics_to(staged.path / METRICS)
-        report = verb.execute(Job(source, staged, progress, settings, staged.scratch))
+        report = verb.execute(Job(source.path, staged, progress, settings, staged.scratch))
         report = replace(report, timings=_timings(report, started))
         if not staged.complete:
             progress.note("this share is done; the process that finishes the last share publishes OUTPUT")
             return report
-        _record(verb, source, staged, settings, fingerprint, report)
+        _record(verb, source, staged, settings, key, report)
         staged.commit()
     return replace(report, output=output)
+
+
+def _is_result_of(output: Path, key: str) -> bool:
+    """Whether a killed run had already published OUTPUT: then there is nothing left to resume."""
+    from xmac_cli.checkpoint.lineage import read_xmac_json
+
+    if not output.is_dir():
+        return False
+    steps = (read_xmac_json(output) or {}).get("lineage") or [{}]
+    return steps[-1].get("job") == key
 
 
 def _published(output: Path, started: float) -> Report:
@@ -131,35 +154,32 @@ def _published(output: Path, started: float) -> Report:
     return replace(report, timings=_timings(report, started))
 
 
-def job_key(verb: Verb, settings: RunSettings, fingerprint: str | None) -> str:
+def job_key(verb: Verb, settings: RunSettings, source: str) -> str:
     """Identity of the work: what must be equal for --resume to continue it."""
     matters = {field.name for field in option_fields(type(verb)) if field.option.identity}
     options = {name: value for name, value in as_plain(verb).items() if name in matters}
-    identity = [verb.name, __version__, options, settings.seed, settings.dtype, fingerprint]
+    identity = [verb.name, __version__, options, settings.seed, settings.dtype, source]
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 
-def _record(
-    verb: Verb,
-    source: Path | None,
-    staged: StagedOutput,
-    settings: RunSettings,
-    fingerprint: str | None,
-    report: Report,
-) -> None:
+def _record(verb: Verb, source: _Source, staged: StagedOutput, settings: RunSettings, key: str, report: Report) -> None:
     from xmac_cli.checkpoint.lineage import read_xmac_json, write_xmac_json
 
-    inherited = (read_xmac_json(source) or {}).get("lineage", []) if source is not None and source.is_dir() else []
+    path = source.path
+    inherited = (read_xmac_json(path) or {}).get("lineage", []) if path is not None and path.is_dir() else []
+    origin = None
+    if path is not None:
+        where = path.absolute()
+        origin = {"path": str(where), "name": where.name, "fingerprint": source.fingerprint}
     step: dict[str, Any] = {
         "verb": verb.name,
         "version": __version__,
         "options": as_plain(verb),
         "settings": {"dtype": settings.dtype, "device": settings.device},
         "seed": settings.seed,
-        "input": None
-        if source is None
-        else {"path": str(source.absolute()), "name": source.absolute().name, "fingerprint": fingerprint},
+        "input": origin,
         "output_fingerprint": None,
+        "job": key,
         "seconds": report.timings["seconds"],
         "peak_memory_bytes": report.timings["peak_memory_bytes"],
     }
