@@ -7,6 +7,7 @@ unless XMAC_BENCH_GB says otherwise; three copies must fit on the disk of the te
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import shutil
@@ -82,9 +83,7 @@ def _write_shard(path: Path, tensors: dict[str, list[int]], noise: bytes) -> int
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, shape in tensors.items():
-        size = 2
-        for extent in shape:
-            size *= extent
+        size = 2 * math.prod(shape)
         header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [offset, offset + size]}
         offset += size
     text = json.dumps(header).encode()
@@ -126,7 +125,7 @@ def main() -> None:
         layers = json.loads((source / "config.json").read_text())["num_hidden_layers"]
         _print_reads(source, total)
         plan = work / "plan.json"
-        _make_plan(source, plan, layers)
+        _make_plan(source, plan)
         os.sync()
         ratios, synced, memory, seconds = [], [], [], []
         for _ in range(ROUNDS):
@@ -157,7 +156,7 @@ def _print_reads(source: Path, total: int) -> None:
         print(f"{words} reads {amount / 1e6:.1f} MB, {amount / total:.2%} of the checkpoint (goal below 1 %)")
 
 
-def _make_plan(source: Path, plan: Path, layers: int) -> None:
+def _make_plan(source: Path, plan: Path) -> None:
     """A random plan through the same functions the verb uses."""
     import numpy as np
 

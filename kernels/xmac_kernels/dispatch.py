@@ -14,7 +14,6 @@ import os
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-BACKENDS = ("triton", "numba", "numpy", "torch")
 ENVIRONMENT = "XMAC_BACKEND"
 FALLBACK = "auto-fallback"
 

@@ -9,10 +9,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from support.data_tokenizers import CHARACTERS, character_tokenizer, ids_of
 
 from xmac_cli.cli.errors import InputError, UsageError
-from xmac_cli.data.calibration import CalibrationOptions, apportion, load_calibration, save_tokens, token_sha256
+from xmac_cli.data.calibration import CalibrationOptions, apportion, load_calibration, token_sha256
 
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}|{% endfor %}"
 
@@ -124,15 +125,14 @@ def test_a_saved_batch_reads_back_as_the_same_tokens(tmp_path: Path) -> None:
     path = texts(tmp_path / "a.jsonl", "ab", "cdefgh")
     tokenizer = character_tokenizer()
     batch = load_calibration([path], tokenizer, samples=2, seqlen=8, packing="document")
-    save_tokens(batch, tmp_path / "tokens.safetensors")
+    tensors = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask.to(torch.uint8)}
+    save_file(tensors, tmp_path / "tokens.safetensors")
     again = load_calibration([tmp_path / "tokens.safetensors"], tokenizer, samples=2, seqlen=8, packing="document")
     rows = [{tuple(i[m].tolist()) for i, m in zip(b.input_ids, b.attention_mask)} for b in (batch, again)]
     assert rows[0] == rows[1]
 
 
 def test_token_ids_beyond_the_vocabulary_are_refused(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
     save_file({"input_ids": torch.tensor([[5, 9999]])}, tmp_path / "a.safetensors")
     with pytest.raises(InputError, match="9999, beyond the vocabulary"):
         load_calibration([tmp_path / "a.safetensors"], character_tokenizer(), samples=1, seqlen=2)

@@ -10,7 +10,7 @@ from support.token_batches import token_batch
 from torch.nn import functional as F
 
 from xmac_cli.prune_moe.routing import moe_modules
-from xmac_cli.prune_moe.values import ModelGame, full_and_empty, player_labels
+from xmac_cli.prune_moe.values import ModelGame
 
 LENGTHS = [12, 12, 9]
 
@@ -182,14 +182,12 @@ def test_the_oracle_knows_only_coalitions_that_were_evaluated():
     assert not game.inactive(np.ones(game.num_players, dtype=bool)).any()
 
 
-def test_full_and_empty_values_and_labels():
+def test_the_full_value_is_that_of_the_model_and_the_empty_one_is_finite():
     model, batch = build_tiny("mixtral"), token_batch(probe_tokens())
-    modules = moe_modules(model)
-    game = ModelGame(model, batch, modules, value="nll")
-    full, empty = full_and_empty(game)
+    game = ModelGame(model, batch, moe_modules(model), value="nll")
+    empty, full = game.values(np.arange(2)[:, None].repeat(game.num_players, axis=1).astype(bool))
     assert full == pytest.approx(-hand_full(model, probe_tokens()), rel=1e-5)
     assert np.isfinite(empty)
-    assert player_labels(modules)[8] == (1, 0)
 
 
 def hand_full(model, tokens: torch.Tensor) -> float:

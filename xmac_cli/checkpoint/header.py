@@ -9,6 +9,7 @@ Source: https://huggingface.co/docs/safetensors, "Format"; dtype names of safete
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -83,10 +84,7 @@ class TensorInfo:
     @property
     def numel(self) -> int:
         """Number of elements."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)

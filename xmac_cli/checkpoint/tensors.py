@@ -108,14 +108,6 @@ def tensor_bytes(tensor: torch.Tensor) -> bytes:
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
-def stored_shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the shape that safetensors records for a tensor: as in torch, last axis doubled for packed F4."""
-    shape = tuple(tensor.shape)
-    if dtype_name(tensor.dtype) == "F4":
-        return (*shape[:-1], 2 * shape[-1])
-    return shape
-
-
 def _read_into(info: TensorInfo, view: memoryview) -> None:
     descriptor = open_regular(info.file)
     try:

@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union
@@ -187,16 +187,3 @@ def unknown_key(key: str, known: Iterable[str], where: str) -> UsageError:
     """The error for an option name that does not exist, with the nearest one that does."""
     close = difflib.get_close_matches(key, list(known), n=1)
     return UsageError(f"{where} has no option '{key}'", f"did you mean '{close[0]}'?" if close else None)
-
-
-def build(cls: type, values: Mapping[str, Any], where: str) -> Any:
-    """Make the dataclass from a mapping of recipe values.
-
-    Raises:
-        UsageError: an unknown key or a value that does not fit.
-    """
-    fields = {field.name: field for field in option_fields(cls)}
-    for key in values:
-        if key not in fields:
-            raise unknown_key(key, fields, where)
-    return cls(**{key: coerce(fields[key], value) for key, value in values.items()})

@@ -190,15 +190,6 @@ def token_sha256(input_ids: torch.Tensor, attention_mask: torch.Tensor) -> str:
     return digest.hexdigest()
 
 
-def save_tokens(batch: TokenBatch, path: Path) -> None:
-    """Write a batch as a pre-tokenised file that `read_documents` understands."""
-    import torch
-    from safetensors.torch import save_file
-
-    tensors = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask.to(torch.uint8)}
-    save_file(tensors, path, metadata={"token_sha256": batch.token_sha256})
-
-
 def _checked_weights(
     paths: Sequence[Path], samples: int, seqlen: int, packing: str, weights: Sequence[float] | None
 ) -> Sequence[float]:

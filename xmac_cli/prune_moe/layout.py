@@ -247,7 +247,7 @@ def _read_block(
 ) -> MoELayer:
     per_expert = [match for tail, _ in tensors if (match := re.fullmatch(PER_EXPERT, tail))]
     storage, num_experts = _storage(name, tensors, per_expert, family, count)
-    claims = {tensor.name: _claim(name, tail, tensor, family, num_experts) for tail, tensor in tensors}
+    claims = {tensor.name: _claim(tail, tensor, family, num_experts) for tail, tensor in tensors}
     expert_bytes, expert_parameters = [0] * num_experts, [0] * num_experts
     for _, tensor in tensors:
         claim = claims[tensor.name]
@@ -299,7 +299,7 @@ def _numbered_experts(name: str, matches: list[re.Match[str]]) -> int:
     return len(parts)
 
 
-def _claim(block: str, tail: str, tensor: TensorInfo, family: Family, num_experts: int) -> Claim:
+def _claim(tail: str, tensor: TensorInfo, family: Family, num_experts: int) -> Claim:
     match = re.fullmatch(PER_EXPERT, tail)
     if match:
         return Claim("expert", expert=int(match["expert"]), rest=match["rest"])

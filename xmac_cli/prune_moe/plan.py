@@ -188,13 +188,11 @@ def _uniform(
             )[0]
         return kept, slots_needed(kept, limits)
 
-    if budget.kind == "ratio":
-        exact = limits.num_experts - round_half_up(float(budget.value) * limits.num_experts)
-        count = exact if form == "pad" else round_up_to_step(exact, limits)
-        check_count(count, replace(limits, n_group=1, align=1) if form == "pad" else limits)
-        return select(count)
-    if budget.kind == "keep":
+    if budget.kind in ("ratio", "keep"):
         count = int(budget.value)
+        if budget.kind == "ratio":
+            count = limits.num_experts - round_half_up(float(budget.value) * limits.num_experts)
+            count = count if form == "pad" else round_up_to_step(count, limits)
         check_count(count, replace(limits, n_group=1, align=1) if form == "pad" else limits)
         return select(count)
     step = 1 if form == "pad" else limits.step

@@ -94,7 +94,7 @@ def score(
             progress=progress,
         )
         run = _Run(model, batch, modules, options, statistics, states, progress)
-        scored = run.scores()
+        scored = run.by_criterion()
     layers = tuple(_layer_scores(scored, position, layer) for position, layer in enumerate(statistics))
     return ExpertScores(options.criterion, layers, run.metadata(scored, model_fingerprint))
 
@@ -105,18 +105,11 @@ def _needs_inputs(options: ScoreOptions) -> bool:
 
 
 @dataclass(frozen=True)
-class _Run:
-    """Everything a criterion may look at."""
+class _Run(ShapleyRun):
+    """Everything a criterion may look at is what the Shapley games share."""
 
-    model: nn.Module
-    batch: TokenBatch
-    modules: list[MoEModule]
-    options: ScoreOptions
-    statistics: list[LayerStatistics]
-    states: ScoreStates
-    progress: Progress
-
-    def scores(self) -> ScoredLayers:
+    def by_criterion(self) -> ScoredLayers:
+        """Scores of all layers by the criterion of the options."""
         options = self.options
         sizes = [entry.num_experts for entry in self.modules]
         if options.criterion in STATISTIC_CRITERIA:
@@ -131,9 +124,7 @@ class _Run:
             return self._each_layer(lambda layer: naee_scores(layer, keep))
         if options.criterion == "greedy":
             return self._each_layer(greedy_scores)
-        return ShapleyRun(
-            self.model, self.batch, self.modules, options, self.statistics, self.states, self.progress
-        ).scores()
+        return self.scores()
 
     def _each_layer(self, score_layer: Callable[[ReconLayer], FloatArray]) -> ScoredLayers:
         phi = []
@@ -145,6 +136,7 @@ class _Run:
         return ScoredLayers(phi)
 
     def metadata(self, scored: ScoredLayers, fingerprint: str) -> dict[str, Any]:
+        """What the score file says about how the scores were made."""
         values = diagnostics(scored.results)
         formulas = {entry.layer: gate_formula(entry) for entry in self.modules}
         return {

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from xmac_cli.cli.errors import UsageError
-from xmac_cli.prune_moe.options import CRITERIA
+from xmac_cli.prune_moe.option_texts import parse_temper
+from xmac_cli.prune_moe.options import CRITERIA, PAPER
 
 Value = Literal["recon", "ppl", "nll", "kl"]
 
@@ -64,16 +65,6 @@ class ScoreOptions:
 
 def paper_options(**changes: Any) -> ScoreOptions:
     """The published setting (Huang et al., NeurIPS 2025, Algorithm 1): `--preset paper`."""
-    published = ScoreOptions(
-        criterion="shapley",
-        value="ppl",
-        scope="global",
-        sampler="rgis",
-        rgis_weights="full",
-        rgis_mix=0.0,
-        rgis_temper=1.0,
-        permutations=20,
-        truncate=0.5,
-        self_normalize=False,
-    )
-    return replace(published, **changes)
+    published = {name: value for name, value in PAPER.items() if name != "allocation"}
+    published["rgis_temper"] = parse_temper(published["rgis_temper"])
+    return replace(ScoreOptions(**published), **changes)

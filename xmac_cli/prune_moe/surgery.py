@@ -152,7 +152,7 @@ def planned_shards(layout: Layout, plan: Plan, zeros: Path | None = None) -> tup
             memory (small checkpoints, dry runs).
     """
     tally = dict.fromkeys(TensorCounts.__dataclass_fields__, 0)
-    slots = slots_by_block(layout, plan)
+    slots = slots_by_block(plan)
     shards = [
         ShardPlan(shard.path.name, tuple(_shard_tensors(shard, layout, plan, slots, zeros, tally)), shard.metadata)
         for shard in layout.checkpoint.shards
@@ -160,7 +160,7 @@ def planned_shards(layout: Layout, plan: Plan, zeros: Path | None = None) -> tup
     return shards, TensorCounts(**tally)
 
 
-def slots_by_block(layout: Layout, plan: Plan) -> dict[str, Slots]:
+def slots_by_block(plan: Plan) -> dict[str, Slots]:
     """For every block that is cut, which old expert sits in each new slot (None = padded)."""
 
     def place(layer: PlanLayer) -> Slots:

@@ -9,7 +9,6 @@ Source: Huang et al., NeurIPS 2025, section 3 (ppl); the rest is ours.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -194,15 +193,3 @@ def _mark_used(call: RoutingCall, coalitions: NDArray[np.int64], used: BoolArray
     by_row = hit.view(rows, -1, n).any(dim=1).cpu().numpy()
     for coalition, experts in zip(coalitions, by_row):
         used[coalition, offset : offset + n] |= experts
-
-
-def full_and_empty(game: ExpertGame) -> tuple[float, float]:
-    """V(all) and V(no expert)."""
-    masks = np.stack([np.ones(game.num_players, dtype=bool), np.zeros(game.num_players, dtype=bool)])
-    full, empty = game.values(masks).tolist()
-    return full, empty
-
-
-def player_labels(modules: Sequence[MoEModule]) -> list[tuple[int, int]]:
-    """(decoder layer, expert) of every player of a global game, in order."""
-    return [(entry.layer, expert) for entry in modules for expert in range(entry.num_experts)]
