@@ -1,6 +1,6 @@
 """Writing a whole checkpoint: shards in a pipeline, then config, index and the files that travel along.
 
-While one shard is hashed and synced by a second thread, the next one is already being copied by the kernel.
+While a few shards are hashed and synced by other threads, the next one is already being copied by the kernel.
 Same plans, same bytes: interrupted and resumed, split with `--shards i/n`, or in one go.
 """
 
@@ -9,10 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from xmac_cli.checkpoint.auxiliary import attachment_folders
@@ -36,6 +38,7 @@ from xmac_cli.cli.progress import NullProgress, Progress
 __all__ = ["StagedOutput", "check_destination", "check_free_space", "name_shards", "write_checkpoint"]
 
 _SLACK_BYTES = 64 << 20
+_MOST_SEALERS = 4
 
 
 def name_shards(plans: Sequence[ShardPlan], source: Checkpoint) -> tuple[ShardPlan, ...]:
@@ -141,20 +144,25 @@ def _needed_bytes(todo: list[ShardPlan], source: Checkpoint, link: bool) -> int:
 def _write_shards(
     staged: StagedOutput, todo: list[ShardPlan], digests: dict[str, str], progress: Progress, link: bool
 ) -> None:
+    """Copy shards one after the other while earlier ones are still hashed and synced, a few at a time."""
+    recording = Lock()
+
     def seal(pending: PendingShard) -> None:
         record = pending.seal()
-        staged.record(record, digests[record.file_name])
+        with recording:
+            staged.record(record, digests[record.file_name])
 
+    sealers = min(_MOST_SEALERS, os.cpu_count() or 1)
     total = sum(plan.size for plan in todo)
-    with progress.task("writing", total=total, unit="bytes") as task, ThreadPoolExecutor(max_workers=1) as sealer:
-        previous: Future[None] | None = None
+    with progress.task("writing", total=total, unit="bytes") as task, ThreadPoolExecutor(sealers) as pool:
+        unsealed: deque[Future[None]] = deque()
         for plan in todo:
             pending = copy_shard(plan, staged.path, on_bytes=task.advance, link=link)
-            if previous is not None:
-                previous.result()
-            previous = sealer.submit(seal, pending)
-        if previous is not None:
-            previous.result()
+            if len(unsealed) == sealers:
+                unsealed.popleft().result()
+            unsealed.append(pool.submit(seal, pending))
+        for future in unsealed:
+            future.result()
 
 
 def _remove_strays(directory: Path, names: set[str]) -> None:
