@@ -115,6 +115,14 @@ def run_command_line(arguments: list[str]) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:
+        if debug:
+            raise
+        from xmac_cli.cli.console import print_error
+        from xmac_cli.cli.places import as_xmac_error
+
+        print_error(as_xmac_error(error))
+        return 1
     except MemoryError:
         sys.stderr.write("xmac: out of memory\n")
         return 1

@@ -291,6 +291,9 @@ def test_an_edited_plan_is_applied_as_edited(layout: Layout, tmp_path: Path) -> 
         (lambda d: d.update(n_after=11), ConstraintError, "n_after is 11"),
         (lambda d: d.update(top_k=1), ConstraintError, "`top_k`"),
         (lambda d: d.update(n_before=17), InputError, "`drop`"),
+        (lambda d: d.update(n_before=10**12), InputError, "n_before is 1000000000000"),
+        (lambda d: d.update(n_after=float("inf")), InputError, "infinity"),
+        (lambda d: d["layers"][0].update(layer=1), ConstraintError, "`layer numbers`"),
         (lambda d: d["source"].update(config_sha256="0"), ConstraintError, "another|made for"),
         (lambda d: d["source"].update(index_sha256="0"), ConstraintError, "index_sha256"),
     ],
@@ -301,6 +304,13 @@ def test_a_plan_that_does_not_fit_is_refused(
     path = edited(layout, tmp_path / "plan.json", edit)
     with pytest.raises(error, match=message):
         check_plan(load_plan(path), layout)
+
+
+@pytest.mark.parametrize("text", ["", "[" * 20_000, '{"a":' * 20_000 + "1" + "}" * 20_000, "\x00", "[1]"])
+def test_a_file_that_is_no_plan_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "plan.json").write_text(text)
+    with pytest.raises(InputError, match=r"plan\.json"):
+        load_plan(tmp_path / "plan.json")
 
 
 def test_unequal_counts_are_refused_unless_padded(layout: Layout, biased: Layout) -> None:

@@ -81,6 +81,9 @@ def test_an_edited_json_file_is_read_back(tmp_path: Path) -> None:
         (lambda d: d["layers"][0]["phi"].__setitem__(0, float("nan")), "not finite"),
         (lambda d: d["layers"][0].update(freq=[1.0]), "`freq` of layer 1"),
         (lambda d: d["layers"].reverse(), "ascending"),
+        (lambda d: d["layers"][0].update(layer=True), "`layer` number"),
+        (lambda d: d["layers"][0].update(evals=[10**30] * 3), "layer 1"),
+        (lambda d: d.update(metadata=["made", "by hand"]), "`metadata`"),
     ],
 )
 def test_a_malformed_file_is_refused_with_the_reason(tmp_path: Path, edit, message: str) -> None:
@@ -91,6 +94,17 @@ def test_a_malformed_file_is_refused_with_the_reason(tmp_path: Path, edit, messa
     path.write_text(json.dumps(document))
     with pytest.raises(InputError, match=message):
         load_scores(path)
+
+
+def test_a_directory_that_holds_only_the_edited_json_is_read(tmp_path: Path) -> None:
+    save_scores(tmp_path, example_scores()).unlink()
+    assert_equal(load_scores(tmp_path), example_scores())
+
+
+def test_absurdly_nested_json_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "scores.json").write_text('{"a":' * 20_000 + "1" + "}" * 20_000)
+    with pytest.raises(InputError, match="nested too deeply"):
+        load_scores(tmp_path)
 
 
 def test_a_truncated_or_absent_file_is_refused(tmp_path: Path) -> None:

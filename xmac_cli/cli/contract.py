@@ -20,6 +20,7 @@ from xmac_cli import __version__
 from xmac_cli.cli.errors import UsageError
 from xmac_cli.cli.inputs import resolve_input
 from xmac_cli.cli.options import as_plain, option_fields
+from xmac_cli.cli.places import check_writable
 from xmac_cli.cli.progress import NullProgress, Progress
 from xmac_cli.cli.settings import RunSettings
 from xmac_cli.cli.verb import Job, Verb
@@ -52,6 +53,7 @@ def run_verb(verb: Verb, source: Path | None, output: Path | None, settings: Run
     _limit_threads(settings.threads)
     opened = _open_source(verb, source)
     path = opened.path
+    _check_report_places(settings)
     kind = verb.output_kind()
     if process_rank()[0] > 0:
         verb.assist(Job(path, None, NullProgress(), settings))
@@ -158,7 +160,8 @@ def job_key(verb: Verb, settings: RunSettings, source: str) -> str:
     """Identity of the work: what must be equal for --resume to continue it."""
     matters = {field.name for field in option_fields(type(verb)) if field.option.identity}
     options = {name: value for name, value in as_plain(verb).items() if name in matters}
-    identity = [verb.name, __version__, options, settings.seed, settings.dtype, source]
+    contents = [_content(getattr(verb, name)) for name in sorted(matters)]
+    identity = [verb.name, __version__, options, contents, settings.seed, settings.dtype, source]
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 
@@ -186,6 +189,16 @@ def _record(verb: Verb, source: _Source, staged: StagedOutput, settings: RunSett
     write_xmac_json(staged.path, step, report.as_json(), inherited, known=staged.done)
 
 
+def _content(value: Any) -> list[str]:
+    """Hashes of the files that an option names: an edited plan or another calibration text is other work."""
+    from xmac_cli.checkpoint.hashing import hash_files
+
+    paths = [item for item in (value if isinstance(value, tuple) else (value,)) if isinstance(item, Path)]
+    files = [file for path in paths for file in (sorted(path.iterdir()) if path.is_dir() else [path])]
+    hashes = hash_files([file for file in files if file.is_file()])
+    return [hashes[file] for file in files if file in hashes]
+
+
 def _timings(report: Report, started: float) -> dict[str, Any]:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     scale = 1 if sys.platform == "darwin" else 1024
@@ -205,6 +218,12 @@ def _limit_threads(threads: int | None) -> None:
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(threads)
+
+
+def _check_report_places(settings: RunSettings) -> None:
+    for path, flag in ((settings.report, "--report"), (settings.plots, "--plots")):
+        if path is not None:
+            check_writable(path, flag, directory=True)
 
 
 def _write_report_files(verb: Verb, report: Report, settings: RunSettings) -> None:

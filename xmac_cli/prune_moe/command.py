@@ -39,6 +39,11 @@ class PruneMoe(PruneOptions, Verb):
             raise UsageError("--shards splits --stage apply", "make the plan first, then let every job apply its share")
         if self.calib_weights and len(self.calib_weights) != len(self.calib):
             raise UsageError(f"{len(self.calib_weights)} --calib-weights for {len(self.calib)} --calib files")
+        if self.plan_file is not None and self.stage != "apply":
+            raise UsageError(
+                f"--plan says which experts stay, and --stage {self.stage} would decide it anew",
+                "add --stage apply, or leave --plan away",
+            )
         if self.criterion == "from-file" and self.scores is None and self.stage in ("all", "plan"):
             raise UsageError("--criterion from-file needs --scores DIR")
 

@@ -81,7 +81,8 @@ class PruneOptions:
     )
     scores: Annotated[Path | None, Option("use the scores in this directory", metavar="DIR", panel=_SCORE)] = None
     scores_out: Annotated[
-        Path | None, Option("keep the scores here; OUTPUT of --stage score", metavar="DIR", panel=_SCORE)
+        Path | None,
+        Option("keep the scores here; OUTPUT of --stage score", metavar="DIR", panel=_SCORE, identity=False),
     ] = None
     batch_tokens: Annotated[
         int, Option("tokens in one forward pass, over all coalitions in it", ge=1, panel=_SCORE)
@@ -126,7 +127,7 @@ class PruneOptions:
         Literal["slice", "drop", "keep"], Option("what happens to multi-token-prediction layers", panel=_PLAN)
     ] = "slice"
     plan_file: Annotated[Path | None, Option("apply this plan.json", flag="--plan", metavar="FILE", panel=_PLAN)] = None
-    plan_out: Annotated[Path | None, Option("write plan.json here", metavar="FILE", panel=_PLAN)] = None
+    plan_out: Annotated[Path | None, Option("write plan.json here", metavar="FILE", panel=_PLAN, identity=False)] = None
 
     verify: Annotated[
         Literal["none", "files", "block", "logits"],

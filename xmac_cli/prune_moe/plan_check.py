@@ -50,6 +50,7 @@ def check_plan(plan: Plan, layout: Layout) -> Plan:
         "groups": (plan.groups, (layout.n_group, layout.topk_group)),
         "n_before": (plan.n_before, layout.num_experts),
         "layers": ([x.name for x in plan.layers], [x.name for x in layout.layers]),
+        "layer numbers": ([x.layer for x in plan.layers], [x.layer for x in layout.layers]),
     }
     for key, (planned, real) in facts.items():
         if planned != real:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from xmac_cli.checkpoint.files import read_json_object
 from xmac_cli.cli.errors import InputError
 
 PLAN_SCHEMA = "xmac/prune-plan/1"
@@ -20,6 +21,7 @@ Export = Literal["plain", "pad", "bounded", "plan-only"]
 MtpPolicy = Literal["slice", "drop", "keep"]
 _EXPORTS = ("plain", "pad", "bounded", "plan-only")
 _POLICIES = ("slice", "drop", "keep")
+_MOST_EXPERTS = 100_000  # a mistyped count must not fill the memory before it is compared with the checkpoint
 
 
 @dataclass(frozen=True)
@@ -161,23 +163,22 @@ def load_plan(path: Path) -> Plan:
     Raises:
         InputError: the file is missing, not a plan, or contradicts itself; the message names the layer.
     """
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"no plan at {path}", "write one with `xmac prune-moe SRC --stage plan`") from error
-    except ValueError as error:
-        raise InputError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(document, dict) or document.get("schema") != PLAN_SCHEMA:
+    if not path.is_file():
+        raise InputError(f"no plan at {path}", "write one with `xmac prune-moe SRC --stage plan`")
+    document = read_json_object(path)
+    if document.get("schema") != PLAN_SCHEMA:
         raise InputError(f"{path} does not carry the schema {PLAN_SCHEMA!r}")
     try:
         return _parse(document)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         detail = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
         raise InputError(f"{path} is not a complete plan: {detail}") from error
 
 
 def _parse(document: dict[str, Any]) -> Plan:
     n_before = int(document["n_before"])
+    if not 0 < n_before <= _MOST_EXPERTS:
+        raise ValueError(f"n_before is {n_before}")
     if document["export"] not in _EXPORTS or document["mtp"]["policy"] not in _POLICIES:
         raise ValueError(f"export must be one of {_EXPORTS}, mtp.policy one of {_POLICIES}")
     sizes, stored = document["parameters"], document["bytes"]

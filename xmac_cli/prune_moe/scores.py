@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from xmac_cli.checkpoint.files import parse_json_object, read_json_object
 from xmac_cli.cli.errors import InputError
 
 if TYPE_CHECKING:
@@ -155,10 +156,22 @@ def load_scores(path: Path) -> ExpertScores:
     Raises:
         InputError: the file is missing, malformed, or has another schema.
     """
-    file = path / TENSOR_FILE if path.is_dir() else path
+    file = score_file(path)
+    return _load_json(file) if file.suffix == ".json" else _load_tensors(file)
+
+
+def score_file(path: Path) -> Path:
+    """The file that `load_scores` reads: the tensors of a directory, or its JSON where there are no tensors.
+
+    Raises:
+        InputError: there is none.
+    """
+    file = path
+    if path.is_dir():
+        file = path / (JSON_FILE if not (path / TENSOR_FILE).exists() and (path / JSON_FILE).exists() else TENSOR_FILE)
     if not file.is_file():
         raise InputError(f"no expert scores at {file}", hint="write them with `xmac prune-moe SRC --stage score`")
-    return _load_json(file) if file.suffix == ".json" else _load_tensors(file)
+    return file
 
 
 def _load_tensors(file: Path) -> ExpertScores:
@@ -166,10 +179,11 @@ def _load_tensors(file: Path) -> ExpertScores:
 
     try:
         with safe_open(file, framework="numpy") as handle:
-            header = json.loads((handle.metadata() or {}).get(_METADATA_KEY, "{}"))
+            text = (handle.metadata() or {}).get(_METADATA_KEY, "{}")
             tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError, ValueError) as error:
+    except (SafetensorError, OSError, TypeError, ValueError) as error:
         raise InputError(f"{file} is not a readable score file: {error}") from error
+    header = parse_json_object(text.encode("utf-8"), f"{_METADATA_KEY} of {file}", allow_constants=True)
     rows = []
     for entry in _entries(header, file):
         suffix = f".{entry['layer']}"
@@ -178,19 +192,18 @@ def _load_tensors(file: Path) -> ExpertScores:
 
 
 def _load_json(file: Path) -> ExpertScores:
-    try:
-        header = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{file} is not readable JSON: {error}") from error
+    header = read_json_object(file)
     return _build(header, _entries(header, file), file)
 
 
-def _entries(header: Any, file: Path) -> list[dict[str, Any]]:
-    if not isinstance(header, dict) or header.get("schema") != SCORES_SCHEMA:
+def _entries(header: dict[str, Any], file: Path) -> list[dict[str, Any]]:
+    if header.get("schema") != SCORES_SCHEMA:
         raise InputError(f"{file} does not carry the schema {SCORES_SCHEMA!r}")
     layers = header.get("layers")
-    if not isinstance(layers, list) or not all(isinstance(e, dict) and isinstance(e.get("layer"), int) for e in layers):
+    if not isinstance(layers, list) or not all(isinstance(e, dict) and type(e.get("layer")) is int for e in layers):
         raise InputError(f"`layers` in {file} must be a list of objects that carry a `layer` number")
+    if not isinstance(header.get("metadata") or {}, dict):
+        raise InputError(f"`metadata` in {file} must be an object")
     return layers
 
 
@@ -213,6 +226,6 @@ def _build(header: dict[str, Any], rows: list[dict[str, Any]], file: Path) -> Ex
                     extra=arrays,
                 )
             )
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise InputError(f"the values of layer {row['layer']} in {file} are not numbers: {error}") from error
     return ExpertScores(str(header.get("criterion", "from-file")), tuple(layers), dict(header.get("metadata") or {}))

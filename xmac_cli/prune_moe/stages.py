@@ -10,14 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xmac_cli.cli.errors import UsageError
+from xmac_cli.cli.errors import InputError, UsageError
+from xmac_cli.cli.places import check_writable
 from xmac_cli.cli.verb import Job
 from xmac_cli.prune_moe.budget import Budget
 from xmac_cli.prune_moe.layout import Layout, sniff_layout
 from xmac_cli.prune_moe.option_texts import parse_layers, parse_protected
 from xmac_cli.prune_moe.options import PruneOptions
 from xmac_cli.prune_moe.plan import Plan, load_plan, make_plan, placeholder_scores, save_plan, super_experts
-from xmac_cli.prune_moe.scores import TENSOR_FILE, ExpertScores, load_scores, save_scores
+from xmac_cli.prune_moe.scores import TENSOR_FILE, ExpertScores, load_scores, save_scores, score_file
 from xmac_cli.report.schema import Report
 
 if TYPE_CHECKING:
@@ -56,13 +57,15 @@ def run_plan(options: PruneOptions, job: Job) -> Report:
         raise UsageError("--stage plan needs --scores DIR", "make one with --stage score -o DIR")
     if options.refine_swaps:
         raise UsageError("--refine-swaps runs the model, so it needs --stage all")
+    check_writable(options.plan_out, "--plan-out", directory=False)
     layout = sniff_layout(job.checkpoint)
-    scores = load_scores(options.scores)
-    plan = plan_from_scores(options, layout, scores, options.scores / TENSOR_FILE)
+    scores = _stored_scores(options, layout, options.scores)
+    plan = plan_from_scores(options, layout, scores, score_file(options.scores))
     save_plan(options.plan_out, plan)
     report = plan_report(plan, scores)
     figures = score_figures(scores, {layer.layer: layer.keep for layer in plan.layers})
-    return replace(report, output=options.plan_out, figures=tuple(figures))
+    warnings = (*report.warnings, *_foreign_scores(layout, scores))
+    return replace(report, output=options.plan_out, figures=tuple(figures), warnings=warnings)
 
 
 def run_apply(options: PruneOptions, job: Job) -> Report:
@@ -70,21 +73,25 @@ def run_apply(options: PruneOptions, job: Job) -> Report:
     if options.plan_file is None:
         raise UsageError("--stage apply needs --plan FILE", "make one with --stage plan --plan-out FILE")
     layout = sniff_layout(job.checkpoint)
-    return _write(options, job, layout, load_plan(options.plan_file), None)
+    return _write(options, job, layout, _stored_plan(options, options.plan_file), None)
 
 
 def run_all(options: PruneOptions, job: Job) -> Report:
     """Score (or take --scores), plan, refine, apply, verify."""
+    if options.plan_out is not None:
+        check_writable(options.plan_out, "--plan-out", directory=False)
+    if options.scores_out is not None:
+        check_writable(options.scores_out, "--scores-out", directory=True)
     layout = sniff_layout(job.checkpoint)
     _check_budget(options, layout)
     scoring = None
     if options.scores is not None:
-        scores = load_scores(options.scores)
+        scores = _stored_scores(options, layout, options.scores)
     else:
         scoring = _scoring(options, job, layout)
         scores = scoring.scores()
     directory = options.scores_out or (job.scratch / "scores" if job.scratch and options.scores is None else None)
-    file = options.scores / TENSOR_FILE if options.scores else None
+    file = score_file(options.scores) if options.scores else None
     if directory is not None and options.scores is None:
         save_scores(directory, scores)
         file = directory / TENSOR_FILE
@@ -95,7 +102,7 @@ def run_all(options: PruneOptions, job: Job) -> Report:
     if options.plan_out is not None:
         save_plan(options.plan_out, plan)
     report = _write(options, job, layout, plan, scores)
-    extra = scoring.warnings(scores) if scoring is not None else ()
+    extra = scoring.warnings(scores) if scoring is not None else _foreign_scores(layout, scores)
     return replace(report, warnings=(*report.warnings, *extra))
 
 
@@ -105,10 +112,10 @@ def preview(options: PruneOptions, source: Path) -> Report:
 
     layout = sniff_layout(source)
     if options.plan_file is not None:
-        return dry_run(layout, load_plan(options.plan_file))
+        return dry_run(layout, _stored_plan(options, options.plan_file))
     if options.scores is not None:
-        file = options.scores / TENSOR_FILE
-        return dry_run(layout, plan_from_scores(options, layout, load_scores(options.scores), file))
+        scores = _stored_scores(options, layout, options.scores)
+        return dry_run(layout, plan_from_scores(options, layout, scores, score_file(options.scores)))
     scoring = Scoring(
         options.criterion,
         options.value,
@@ -117,6 +124,53 @@ def preview(options: PruneOptions, source: Path) -> Report:
         options.calib_samples * options.calib_seqlen,
     )
     return dry_run(layout, _check_budget(options, layout), scoring)
+
+
+def _stored_plan(options: PruneOptions, path: Path) -> Plan:
+    """A plan file, and options that do not contradict it."""
+    plan = load_plan(path)
+    asked = (options.ratio, options.keep, options.target_params, options.target_size)
+    if any(value is not None for value in asked):
+        budget = budget_of(options)
+        if dict(plan.requested) != {budget.kind: budget.value}:
+            wanted = ", ".join(f"{kind} {value}" for kind, value in plan.requested.items())
+            raise UsageError(
+                f"the plan {path} was made for {wanted}, but {budget.kind} {budget.value} is asked for",
+                "leave the budget away, or make a new plan",
+            )
+    return plan
+
+
+def _stored_scores(options: PruneOptions, layout: Layout, path: Path) -> ExpertScores:
+    """Scores made before, and options that do not contradict them.
+
+    Raises:
+        UsageError: another criterion is asked for.
+        InputError: the scores belong to a model with other layers.
+    """
+    scores = load_scores(path)
+    if options.criterion not in ("shapley", "from-file", scores.criterion):
+        raise UsageError(
+            f"the scores in {path} are of criterion '{scores.criterion}', but --criterion {options.criterion} is given",
+            "leave --criterion away, or score again without --scores",
+        )
+    unknown = sorted({entry.layer for entry in scores.layers} - {block.layer for block in layout.layers})
+    if unknown:
+        raise InputError(
+            f"the scores in {path} are of another model: they name the layers {unknown}, which have no experts here",
+            "score this checkpoint",
+        )
+    return scores
+
+
+def _foreign_scores(layout: Layout, scores: ExpertScores) -> tuple[str, ...]:
+    """A warning when scores were made on another checkpoint, which may be meant (a quantised copy)."""
+    from xmac_cli.checkpoint.fingerprint import fast_fingerprint
+
+    made_on = scores.metadata.get("model_fingerprint")
+    if made_on in (None, fast_fingerprint(layout.checkpoint)):
+        return ()
+    return ("the scores were made on another checkpoint than this one; they mean something only for the same model",)
 
 
 def _check_budget(options: PruneOptions, layout: Layout) -> Plan:
