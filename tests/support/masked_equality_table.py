@@ -1,4 +1,4 @@
-"""Print the masked-equality table: `PYTHONPATH=.:tests python tests/support/masked_equality_table.py [TYPE ...]`.
+"""Print the masked-equality table: `python tests/support/masked_equality_table.py [TYPE ...]`.
 
 For every supported model type and both file layouts: how far the logits of the pruned files are from the source with
 masked routers, and how much the masking changed them. Exits with 1 when one is not below 1e-5.
@@ -9,6 +9,10 @@ from __future__ import annotations
 import sys
 import tempfile
 from pathlib import Path
+
+if __name__ == "__main__":
+    root = Path(__file__).resolve().parents[2]
+    sys.path[:0] = [str(root), str(root / "kernels"), str(root / "tests")]
 
 from support.prune_cases import prune_to
 from support.tiny_moe import TINY, build_tiny, different_kept, load_tiny, logits, masked_logits, probe_tokens, save_tiny

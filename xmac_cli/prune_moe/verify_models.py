@@ -171,6 +171,9 @@ class _Skeleton:
         import torch
         from transformers import AutoConfig
 
+        from xmac_cli.models.loading import quiet_transformers
+
+        quiet_transformers()
         self.checkpoint = checkpoint
         config = AutoConfig.from_pretrained(checkpoint.path)
         with torch.device("meta"):
@@ -250,8 +253,10 @@ def _load(directory: Path, device: str) -> Any:
     import torch
     import transformers
 
+    from xmac_cli.models.loading import quiet_transformers
     from xmac_cli.prune_moe.routing import moe_modules
 
+    quiet_transformers()
     config = transformers.AutoConfig.from_pretrained(directory)
     options: dict[str, Any] = {"dtype": torch.float32}
     method = (getattr(config, "quantization_config", None) or {}).get("quant_method")
