@@ -118,25 +118,29 @@ def verify_logits(
 
     Args:
         sequences, length: shape of the random token ids.
+        device: "auto", "cpu", "cuda" or "cuda:N".
 
     Raises:
+        UsageError: there is no such device.
         VerificationError: logits differ, or transformers reports missing or unexpected keys.
     """
     import torch
 
+    from xmac_cli.models.loading import resolve_device
     from xmac_cli.prune_moe.routing import masked_routing, moe_modules
 
+    place = resolve_device(device)
     vocabulary = int(config_value(layout.checkpoint.config, ("vocab_size",)))
-    ids = torch.randint(0, vocabulary, (sequences, length), generator=torch.Generator().manual_seed(seed)).to(device)
+    ids = torch.randint(0, vocabulary, (sequences, length), generator=torch.Generator().manual_seed(seed)).to(place)
     keep = {layer.layer: layer.keep for layer in plan.layers}
-    model = _load(layout.checkpoint.path, device)
+    model = _load(layout.checkpoint.path, place)
     entries = moe_modules(model)
     mask = {entry.name: _mask(keep[entry.layer], plan.n_before) for entry in entries}
     with torch.no_grad(), masked_routing(model, mask, modules=entries):
         expected = _logits(model, ids)
     del model, entries
     with torch.no_grad():
-        computed = _logits(_load(result, device), ids)
+        computed = _logits(_load(result, place), ids)
     return _compare("logits", expected, computed, tolerance)
 
 
@@ -249,7 +253,7 @@ def _model_class(config: Any) -> Any:
     )
 
 
-def _load(directory: Path, device: str) -> Any:
+def _load(directory: Path, device: torch.device) -> Any:
     import torch
     import transformers
 
