@@ -47,7 +47,7 @@ class TrainingResult:
     Args:
         steps: optimizer steps done.
         resumed_from: step that this call started at.
-        history: metrics lines of this run, earlier sessions included when a directory was given.
+        history: metrics lines of this run, with those before a resume when a directory was given.
         average: exponential moving average of the parameters by name, or None.
     """
 
