@@ -13,7 +13,6 @@ from torch.nn import functional as F
 
 from xmac_cli.cli.errors import ConstraintError
 from xmac_cli.prune_moe.baselines import (
-    STATISTIC_CRITERIA,
     greedy_scores,
     leave_one_out_scores,
     naee_scores,
@@ -22,6 +21,7 @@ from xmac_cli.prune_moe.baselines import (
 )
 from xmac_cli.prune_moe.calibration_pass import calibrate, forward
 from xmac_cli.prune_moe.expert_outputs import all_expert_outputs
+from xmac_cli.prune_moe.options import STATISTIC_CRITERIA
 from xmac_cli.prune_moe.recon import ReconLayer
 from xmac_cli.prune_moe.routing import masked_routing, moe_modules
 

@@ -10,13 +10,16 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from xmac_cli.cli.errors import InputError, UsageError
 from xmac_cli.cli.options import coerce, option_fields, unknown_key
 from xmac_cli.cli.settings import RunSettings
+
+if TYPE_CHECKING:
+    from xmac_cli.cli.verb import Verb
 
 _LARGEST = 16 << 20
 
@@ -38,7 +41,7 @@ class Recipe:
     output: str | None = None
 
 
-def load_recipe(path: Path, verb: type) -> Recipe:
+def load_recipe(path: Path, verb: type[Verb]) -> Recipe:
     """Read a recipe for one verb.
 
     Args:
@@ -51,10 +54,10 @@ def load_recipe(path: Path, verb: type) -> Recipe:
     """
     data = _parse(path)
     if "lineage" in data:
-        data = _from_lineage(data, verb.name, path)  # type: ignore[attr-defined]
+        data = _from_lineage(data, verb.name, path)
     named = data.pop("verb", None)
-    if named is not None and named != verb.name:  # type: ignore[attr-defined]
-        raise UsageError(f"{path} is a recipe for {named}, not for {verb.name}")  # type: ignore[attr-defined]
+    if named is not None and named != verb.name:
+        raise UsageError(f"{path} is a recipe for {named}, not for {verb.name}")
     source, output = data.pop("input", None), data.pop("output", None)
     own = {alias: field for field in option_fields(verb) for alias in (field.name, _key(field.flag))}
     common = {field.name: field for field in option_fields(RunSettings)}
@@ -66,7 +69,7 @@ def load_recipe(path: Path, verb: type) -> Recipe:
         elif key in common:
             settings[key] = coerce(common[key], value)
         else:
-            raise unknown_key(str(raw), [*own, *common, "input", "output"], f"recipe {path}: {verb.name}")  # type: ignore[attr-defined]
+            raise unknown_key(str(raw), [*own, *common, "input", "output"], f"recipe {path}: {verb.name}")
     return Recipe(options, settings, _text(source), _text(output))
 
 

@@ -11,10 +11,10 @@ from xmac_cli.checkpoint.directory import Checkpoint
 from xmac_cli.checkpoint.fingerprint import fast_fingerprint
 from xmac_cli.checkpoint.header import dtype_bits
 from xmac_cli.checkpoint.lineage import read_xmac_json
+from xmac_cli.checkpoint.parameters import parameter_count, quantization_method, quantization_section
 from xmac_cli.inspect_checkpoint.family import Family, read_family
 from xmac_cli.inspect_checkpoint.moe_shape import MoeShape, moe_shape
 from xmac_cli.inspect_checkpoint.parts import PARTS, PartClassifier, expert_place
-from xmac_cli.inspect_checkpoint.quantization import parameter_count, quantization_method, quantization_section
 
 
 @dataclass(frozen=True)

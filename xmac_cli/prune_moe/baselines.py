@@ -34,8 +34,6 @@ FloatArray = NDArray[np.float64]
 NAEE_LIMIT = 100_000
 _CHUNK = 4096
 
-STATISTIC_CRITERIA = ("frequency", "gate", "expert-trim", "ean", "reap", "man", "msan")
-
 
 def _per_use(sums: FloatArray, statistics: LayerStatistics) -> FloatArray:
     """Mean over the tokens that use the expert; 0 for an expert that none uses."""
@@ -54,7 +52,7 @@ _FORMULAS: dict[str, Callable[[LayerStatistics], FloatArray]] = {
 
 
 def statistic_scores(criterion: str, statistics: LayerStatistics) -> FloatArray:
-    """Scores of one layer by a criterion of `STATISTIC_CRITERIA`, float64 [n]."""
+    """Scores of one layer by a criterion of `options.STATISTIC_CRITERIA`, float64 [n]."""
     return _FORMULAS[criterion](statistics)
 
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from xmac_cli.cli.errors import ConstraintError, InputError
 from xmac_cli.cli.progress import Progress
@@ -187,9 +187,9 @@ def _judge(
         return None  # NAEE chooses a subset of given size in each layer; its scores order nothing across layers.
     results, actual = [], 0.0
     for scores in seeds:
-        form = "auto" if allocation == "uniform" else "plan-only"
+        form: Literal["auto", "plan-only"] = "auto" if allocation == "uniform" else "plan-only"
         try:
-            plan = make_plan(layout, scores, Budget.of(ratio=ratio), allocation=allocation, export=form)  # type: ignore[arg-type]
+            plan = make_plan(layout, scores, Budget.of(ratio=ratio), allocation=allocation, export=form)
         except ConstraintError:
             return None
         actual = plan.actual_ratio

@@ -16,16 +16,16 @@ from typing import Any
 
 from xmac_cli.prune_moe.families import MTP_COUNT_KEYS, config_value
 from xmac_cli.prune_moe.layout import Layout
+from xmac_cli.prune_moe.options import STATISTIC_CRITERIA
 from xmac_cli.prune_moe.plan_file import Plan
 from xmac_cli.prune_moe.pruned_config import changed_keys, pruned_config
+from xmac_cli.prune_moe.shapley import EXPECTED_EVALUATED_SHARE
 from xmac_cli.prune_moe.surgery import planned_shards
 from xmac_cli.report.schema import Report, Table
 
-_EVALUATED_SHARE = 0.4
 _GIB = 2**30
 _MANY = 10**15  # subsets; enough to see that it cannot be done
 _APPLY_MEMORY = 64 << 20
-_ONE_PASS = frozenset(("frequency", "gate", "expert-trim", "ean", "reap", "man", "msan"))
 
 
 @dataclass(frozen=True)
@@ -62,13 +62,13 @@ def scoring_cost(layout: Layout, scoring: Scoring, n_after: int) -> dict[str, An
         of both together; the weights and, for reconstruction, one layer's expert outputs in float32.
     """
     players = layout.num_experts * len(layout.layers)
-    share = _EVALUATED_SHARE if scoring.truncate > 0 else 1.0
+    share = EXPECTED_EVALUATED_SHARE if scoring.truncate > 0 else 1.0
     one_pass = 2 * active_parameters(layout) * scoring.tokens
     width = int(config_value(layout.checkpoint.config, ("hidden_size", "d_model")) or 0)
     outputs = 2 * scoring.tokens * sum(sum(layer.expert_parameters) for layer in layout.layers)
     combine = 2 * scoring.tokens * layout.top_k * width
     cost = {"passes": 0.0, "coalitions": 0.0, "flops": 0.0, "memory_bytes": float(layout.checkpoint.total_bytes)}
-    if scoring.criterion in _ONE_PASS:
+    if scoring.criterion in STATISTIC_CRITERIA:
         cost |= {"passes": 1, "flops": one_pass}
     elif scoring.criterion == "shapley" and scoring.value != "recon":
         passes = scoring.permutations * players * share

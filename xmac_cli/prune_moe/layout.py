@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from xmac_cli.checkpoint.directory import Checkpoint
 from xmac_cli.checkpoint.header import TensorInfo
+from xmac_cli.checkpoint.parameters import parameter_count, quantization_section
 from xmac_cli.cli.errors import InputError, UnsupportedModelError
 from xmac_cli.prune_moe.families import (
     COUNT_KEYS,
@@ -34,7 +35,6 @@ from xmac_cli.prune_moe.families import (
     find_family,
     null_move_is_exact,
 )
-from xmac_cli.prune_moe.sizes import packed_bits, parameters_of
 
 _ROUTER_LIKE = re.compile(r"(?:gate|router)(?:\.|$)|(?:\w+\.)*(?:e_score_correction_bias|expert_bias)$")
 _EXPERT_LIKE = re.compile(r"(?:^|\.)experts?(?:[._]|$)")
@@ -157,9 +157,9 @@ def sniff_layout(source: Path | str | Checkpoint) -> Layout:
     if not blocks:
         raise UnsupportedModelError(f"no mixture-of-experts layer found in {checkpoint.path} (model type {model_type})")
     depth = config_value(checkpoint.config, ("num_hidden_layers", "n_layers", "num_layers"))
-    bits = packed_bits(checkpoint.config)
+    section = quantization_section(checkpoint.config)
     layers = [
-        _read_block(block, tensors, family, count, bits, is_next_token_name(block, depth, tower_of(block)))
+        _read_block(block, tensors, family, count, section, is_next_token_name(block, depth, tower_of(block)))
         for block, tensors in blocks.items()
     ]
     layers.sort(key=lambda layer: (layer.mtp, layer.layer, layer.name))
@@ -179,7 +179,7 @@ def sniff_layout(source: Path | str | Checkpoint) -> Layout:
         layers=main,
         mtp_layers=tuple(layer for layer in layers if layer.mtp),
         mtp_tensors=frozenset(name for name in checkpoint.tensors if is_next_token_name(name, depth, tower)),
-        parameters=sum(parameters_of(tensor, bits) for tensor in checkpoint.tensors.values()),
+        parameters=sum(parameter_count(tensor, section) for tensor in checkpoint.tensors.values()),
     )
 
 
@@ -242,7 +242,7 @@ def _read_block(
     tensors: list[tuple[str, TensorInfo]],
     family: Family,
     count: int | None,
-    bits: int,
+    section: dict[str, Any] | None,
     mtp: bool,
 ) -> MoELayer:
     per_expert = [match for tail, _ in tensors if (match := re.fullmatch(PER_EXPERT, tail))]
@@ -252,7 +252,7 @@ def _read_block(
     for _, tensor in tensors:
         claim = claims[tensor.name]
         owners = {"expert": [claim.expert], "slice": range(num_experts), "keep": []}[claim.kind]
-        parameters = parameters_of(tensor, bits) if owners else 0
+        parameters = parameter_count(tensor, section) if owners else 0
         for expert in owners:
             expert_bytes[expert] += tensor.nbytes // len(owners)
             expert_parameters[expert] += parameters // len(owners)

@@ -33,6 +33,9 @@ CRITERIA = (
     "from-file",
 )
 
+# Criteria that are sums over the tokens of one calibration pass.
+STATISTIC_CRITERIA = ("frequency", "gate", "expert-trim", "ean", "reap", "man", "msan")
+
 PAPER: Mapping[str, Any] = {
     "criterion": "shapley",
     "value": "ppl",

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 from xmac_cli.checkpoint.directory import CONFIG_NAME, INDEX_NAME, Checkpoint
 from xmac_cli.checkpoint.files import read_small_file
+from xmac_cli.checkpoint.parameters import parameter_count, quantization_section
 from xmac_cli.cli.errors import ConstraintError
 from xmac_cli.prune_moe.allocation import Constraints, Kept, check_count
 from xmac_cli.prune_moe.layout import Layout, MoELayer
 from xmac_cli.prune_moe.plan_file import Amounts, Plan, PlanLayer
 from xmac_cli.prune_moe.plan_warnings import plan_warnings
-from xmac_cli.prune_moe.sizes import packed_bits, parameters_of
 
 
 def constraints_of(layout: Layout, align: int = 1) -> Constraints:
@@ -112,9 +112,9 @@ def measure(layout: Layout, plan: Plan) -> Amounts:
             padding += empty * block.expert_parameters[choice.keep[0]]
             stored += empty * block.expert_bytes[choice.keep[0]]
     if plan.mtp == "drop":
-        bits = packed_bits(layout.checkpoint.config)
+        section = quantization_section(layout.checkpoint.config)
         gone = [layout.checkpoint.tensors[name] for name in layout.mtp_tensors]
-        parameters -= sum(parameters_of(tensor, bits) for tensor in gone)
+        parameters -= sum(parameter_count(tensor, section) for tensor in gone)
         stored -= sum(tensor.nbytes for tensor in gone)
     return Amounts(layout.parameters, parameters + padding, parameters, layout.checkpoint.total_bytes, stored)
 

@@ -24,7 +24,6 @@ from xmac_cli.cli.errors import InputError
 from xmac_cli.cli.progress import NullProgress, Progress
 from xmac_cli.data.calibration import TokenBatch
 from xmac_cli.prune_moe.baselines import (
-    STATISTIC_CRITERIA,
     greedy_scores,
     leave_one_out_scores,
     naee_scores,
@@ -34,6 +33,7 @@ from xmac_cli.prune_moe.baselines import (
 from xmac_cli.prune_moe.calibration_pass import LayerStatistics, calibrate
 from xmac_cli.prune_moe.gates import gate_formula
 from xmac_cli.prune_moe.moe_blocks import MoEModule, moe_modules
+from xmac_cli.prune_moe.options import STATISTIC_CRITERIA
 from xmac_cli.prune_moe.recon import ReconLayer
 from xmac_cli.prune_moe.score_diagnostics import convergence, diagnostics, warnings
 from xmac_cli.prune_moe.score_options import ScoreOptions

@@ -13,8 +13,8 @@ from typing import Any
 from xmac_cli.checkpoint.header import TensorInfo, dtype_bits
 
 _SIDE_DATA = re.compile(
-    r".*(?:_scales?|\.scales?|_scale_inv|\.qzeros|\.g_idx|\.weight_shape|zero_point|\.weight_g_idx|input_scale"
-    r"|\.absmax|\.quant_map|\.nested_absmax|\.nested_quant_map|\.quant_state\.\w+|\.SCB|\.weight_format)"
+    r".*(?:[._]scales?(?:_inv|_2)?|\.qzeros|\.g_idx|\.weight_shape|zero_point|\.weight_g_idx|input_scale"
+    r"|\.absmax|\.quant_map|\.nested_\w+|\.quant_state\.\w+|\.SCB|\.weight_format)"
 )
 _BLOCKS = re.compile(r".*_blocks")
 _PACKED = re.compile(r".*\.(?:qweight|weight_packed)")
