@@ -8,13 +8,13 @@ line.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from xmac_cli.checkpoint.hashing import hash_file
 from xmac_cli.cli.errors import InputError, MissingExtraError
 
 Message = Mapping[str, str]
@@ -84,16 +84,7 @@ def read_documents(path: str | Path) -> Documents:
     documents = tuple(reader(path))
     if not documents:
         raise InputError(f"{path} holds no document")
-    return Documents(path.stem, path, file_sha256(path), documents)
-
-
-def file_sha256(path: Path) -> str:
-    """sha256 of a file's bytes, as hex."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
+    return Documents(path.stem, path, hash_file(path), documents)
 
 
 def _plain_text(document: Document) -> str:

@@ -30,7 +30,7 @@ class EvalPpl(Verb):
 
     data: Annotated[
         tuple[Path, ...],
-        Option("text, jsonl, parquet or token file; repeat it for several domains", short="-d", metavar="FILE"),
+        Option("text, jsonl, parquet or token file; each is one domain", short="-d", metavar="FILE"),
     ] = ()
     window: Annotated[
         int | None, Option("most tokens in one pass (default: the model's longest input, at most 2048)", ge=2)

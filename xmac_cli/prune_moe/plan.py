@@ -7,12 +7,12 @@ with a selection bias, where a slot can be disabled), or by giving every layer t
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from xmac_cli.checkpoint.hashing import hash_file
 from xmac_cli.cli.errors import ConstraintError, InputError, UsageError
 from xmac_cli.prune_moe.allocation import (
     Constraints,
@@ -323,4 +323,4 @@ def _export_form(layout: Layout, allocation: str, export: str, *, partial: bool)
 def _describe(scores_file: Path | None) -> dict[str, str] | None:
     if scores_file is None:
         return None
-    return {"file": scores_file.name, "sha256": hashlib.sha256(scores_file.read_bytes()).hexdigest()}
+    return {"file": scores_file.name, "sha256": hash_file(scores_file)}
