@@ -9,15 +9,15 @@ import time
 from pathlib import Path
 
 import pytest
+from support.checkpoint_files import tree
 from support.command_line import XMAC, Trained, xmac
 
 VOLATILE = {"xmac.json", "metrics.jsonl"}
 
 
-def tree(directory: Path) -> dict[str, bytes]:
+def lasting(directory: Path) -> dict[str, bytes]:
     """Every file but those that hold times."""
-    files = (path for path in sorted(directory.rglob("*")) if path.is_file())
-    return {str(p.relative_to(directory)): p.read_bytes() for p in files if p.name not in VOLATILE}
+    return {name: content for name, content in tree(directory).items() if Path(name).name not in VOLATILE}
 
 
 def record(directory: Path) -> dict:
@@ -94,7 +94,7 @@ def test_three_stages_make_the_same_bytes_as_one_command(trained: Trained, prune
 def test_a_run_can_be_repeated_from_its_own_record(pruned: Path, tmp_path: Path) -> None:
     done = xmac("prune-moe", "--recipe", pruned / "xmac.json", "-o", tmp_path / "again", "--quiet")
     assert done.stderr == ""  # transformers has bars of its own
-    assert tree(tmp_path / "again") == tree(pruned)
+    assert lasting(tmp_path / "again") == lasting(pruned)
     assert record(tmp_path / "again")["report"]["result"] == record(pruned)["report"]["result"]
 
 
@@ -108,7 +108,7 @@ def test_dry_run_predicts_what_the_run_then_does(trained: Trained, pruned: Path,
 
 
 def test_compare_judges_every_contender_and_writes_nothing(trained: Trained, tmp_path: Path) -> None:
-    before = tree(trained.model)
+    before = lasting(trained.model)
     data = [f"--eval-data={path}" for path in trained.held_out[:2]]
     contenders = ["--criteria=shapley:recon:20", "--criteria=frequency", "--criteria=naee", "--criteria=random"]
     done = xmac(
@@ -123,7 +123,7 @@ def test_compare_judges_every_contender_and_writes_nothing(trained: Trained, tmp
     }
     assert all(o["perplexity"] > 1 and set(o["domains"]) == set(result["full"]) - {"total"} for o in result["outcomes"])
     assert {v["verdict"] for v in result["verdicts"]} <= {"wins", "ties", "loses"}
-    assert (tmp_path / "report" / "report.html").exists() and tree(trained.model) == before
+    assert (tmp_path / "report" / "report.html").exists() and lasting(trained.model) == before
 
 
 @pytest.mark.parametrize(
@@ -168,6 +168,6 @@ def test_killed_at_ten_random_moments_and_resumed_it_ends_the_same(trained: Trai
             process.wait()
     if not output.exists():
         subprocess.run([*command, "--resume"], check=True, capture_output=True)
-    assert tree(output) == tree(tmp_path / "whole")
+    assert lasting(output) == lasting(tmp_path / "whole")
     assert record(output)["report"]["result"] == record(tmp_path / "whole")["report"]["result"]
     assert not (tmp_path / "B.partial").exists()

@@ -2,15 +2,15 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 
 import pytest
+from support.command_line import XMAC
 
 from xmac_cli.app import VERBS
-
-XMAC = [sys.executable, "-m", "xmac_cli"]
 
 
 def run(*arguments, env=None, **options):
@@ -98,3 +98,29 @@ def test_a_directory_without_a_model_is_exit_code_1(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({}))
     done = run("inspect", tmp_path)
     assert done.returncode == 1 and "safetensors" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_ctrl_c_says_what_is_left(tmp_path):
+    with subprocess.Popen(
+        [*XMAC, "demo-model", "moe", "-o", str(tmp_path / "out"), "--data-dir", str(tmp_path / "data")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path / "cache")},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    ) as process:
+        for _ in range(600):
+            if (tmp_path / "out.partial").exists():
+                break
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        out, errors = process.communicate(timeout=60)
+    assert (process.returncode, out) == (130, "")
+    assert "xmac: interrupted" in errors and "Traceback" not in errors
+    assert not (tmp_path / "out").exists()
+
+
+def test_closed_streams_are_no_error():
+    for closed in (">&-", "2>&-"):
+        command = f"{' '.join(XMAC)} doctor --quiet {closed}"
+        assert subprocess.run(command, shell=True, check=False, capture_output=True).returncode == 0

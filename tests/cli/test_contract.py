@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.checkpoint_files import tree
 from support.copy_verb import CopyCheckpoint
 
 from xmac_cli.cli.command import build_command
@@ -27,10 +28,6 @@ def source(tmp_path):
         json.dumps({"metadata": {"total_size": 32}, "weight_map": weight_map})
     )
     return path
-
-
-def tree(path):
-    return {p.relative_to(path): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file()}
 
 
 def test_output_is_a_self_contained_directory_with_its_lineage(source, tmp_path):
@@ -62,7 +59,7 @@ def test_every_file_is_listed_with_its_own_hash(source, tmp_path):
 
     CopyCheckpoint().run(source, tmp_path / "out")
     files = json.loads((tmp_path / "out" / "xmac.json").read_text())["files"]
-    on_disk = {str(k): v for k, v in tree(tmp_path / "out").items() if k.name != "xmac.json"}
+    on_disk = {k: v for k, v in tree(tmp_path / "out").items() if k != "xmac.json"}
     assert {name: entry["sha256"] for name, entry in files.items()} == {
         name: hashlib.sha256(data).hexdigest() for name, data in on_disk.items()
     }
@@ -80,7 +77,7 @@ def test_same_input_and_options_give_the_same_tensors_and_result(source, tmp_pat
     for name in ("one", "two"):
         CopyCheckpoint().run(source, tmp_path / name)
     ignored = {"xmac.json", "metrics.jsonl"}
-    one, two = ({k: v for k, v in tree(tmp_path / n).items() if k.name not in ignored} for n in ("one", "two"))
+    one, two = ({k: v for k, v in tree(tmp_path / n).items() if k not in ignored} for n in ("one", "two"))
     assert one == two
     results = [json.loads((tmp_path / n / "xmac.json").read_text())["report"]["result"] for n in ("one", "two")]
     assert results[0] == results[1]
@@ -204,3 +201,8 @@ def test_a_flag_overrides_the_recipe_and_a_run_can_be_repeated(source, tmp_path,
     run_command(["--recipe", tmp_path / "a" / "xmac.json", "-o", tmp_path / "b"], capsys)
     steps = [json.loads((tmp_path / n / "xmac.json").read_text())["lineage"][-1] for n in ("a", "b")]
     assert [(s["options"]["times"], s["seed"]) for s in steps] == [(5, 9), (5, 9)]
+
+
+def test_an_output_that_stdout_cannot_name_in_one_line_is_refused(source, tmp_path):
+    with pytest.raises(UsageError, match="line break"):
+        CopyCheckpoint().run(source, tmp_path / "two\nlines")

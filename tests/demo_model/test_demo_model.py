@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+from support.command_line import XMAC
 
 from xmac_cli.checkpoint.lineage import read_xmac_json
 from xmac_cli.checkpoint.verification import verify_directory
@@ -95,7 +96,7 @@ def test_options_that_do_not_go_together_are_usage_errors() -> None:
 
 def test_the_command_line_takes_the_model_as_a_word(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-m", "xmac_cli", "demo-model", "moe", "-o", str(tmp_path / "out"), "--size", "tiny"]
+    command = [*XMAC, "demo-model", "moe", "-o", str(tmp_path / "out"), "--size", "tiny"]
     run = subprocess.run([*command, "--steps", "20"], capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr
     assert run.stdout == f"{tmp_path / 'out'}\n"

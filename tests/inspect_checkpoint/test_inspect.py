@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers as hf
 from support.checkpoint_files import CONFIG, entry, random_tensors, raw_file, save_single
+from support.command_line import XMAC
 from support.inspect_models import CONFIGS, parameters_by_module
 
 from xmac_cli.checkpoint.directory import Checkpoint
@@ -292,7 +293,7 @@ def test_the_command_prints_json_or_the_path(tmp_path: Path) -> None:
         ([], lambda text: text == f"{root}\n"),
         (["--dry-run"], lambda text: text == ""),
     ):
-        command = [sys.executable, "-m", "xmac_cli", "inspect", str(root), *flags]
+        command = [*XMAC, "inspect", str(root), *flags]
         done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
         assert done.returncode == 0, done.stderr
         assert check(done.stdout), done.stdout

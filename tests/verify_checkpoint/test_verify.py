@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.checkpoint_files import random_tensors, save_single
+from support.command_line import XMAC
 
 from xmac_cli.checkpoint.lineage import write_xmac_json
 from xmac_cli.cli.errors import VerificationError
@@ -25,7 +26,7 @@ def model(tmp_path: Path) -> Path:
 
 def xmac(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-m", "xmac_cli", "verify", *arguments]
+    command = [*XMAC, "verify", *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
 
 
