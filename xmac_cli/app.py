@@ -101,6 +101,8 @@ def run_command_line(arguments: list[str]) -> int:
     click_error = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
     try:
         code = typer.main.get_command(app).main(arguments, prog_name="xmac", standalone_mode=False)
+        if code == INTERRUPTED:  # Typer has already turned Ctrl-C into an exit code
+            raise KeyboardInterrupt
         return code if isinstance(code, int) else 0
     except XmacError as error:
         if debug:
@@ -110,7 +112,7 @@ def run_command_line(arguments: list[str]) -> int:
         print_error(error)
         return error.exit_code
     except (KeyboardInterrupt, typer.Abort):
-        sys.stderr.write("xmac: interrupted; nothing was left at OUTPUT, --resume continues\n")
+        sys.stderr.write("xmac: interrupted; OUTPUT was not touched, and --resume continues what was begun\n")
         return INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -139,4 +141,7 @@ def run_command_line(arguments: list[str]) -> int:
 
 def main() -> None:
     """Entry point of the `xmac` command."""
+    # A stream that the caller closed is None, and nothing said to it can be heard.
+    sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     sys.exit(run_command_line(sys.argv[1:]))

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.models_small import small_llama
 
-from xmac_cli.cli.errors import UsageError
+from xmac_cli.cli.errors import UsageError, VerificationError
 from xmac_cli.models.perplexity import sliding_windows, token_nll
 
 
@@ -89,3 +89,11 @@ def test_progress_counts_every_scored_token() -> None:
     documents = [list(range(30)), list(range(11))]
     token_nll(small_llama(seed=2), documents, window=8, stride=3, on_tokens=counted.append)
     assert sum(counted) == 29 + 10
+
+
+def test_a_model_whose_logits_are_no_numbers_has_no_perplexity() -> None:
+    model = small_llama(seed=1)
+    with torch.no_grad():
+        next(model.parameters())[:] = torch.nan
+    with pytest.raises(VerificationError, match="no numbers"):
+        token_nll(model, [[1, 2, 3, 4]], window=8, stride=4)

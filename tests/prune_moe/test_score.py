@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from support.shapley_fixture import EXPERTS, Fixture
 from support.tiny_moe import build_tiny, probe_tokens
 from support.token_batches import token_batch
 
-from xmac_cli.cli.errors import InputError, ResumeMismatchError, UsageError
+from xmac_cli.cli.errors import InputError, ResumeMismatchError, UsageError, VerificationError
 from xmac_cli.prune_moe.calibration_pass import calibrate
 from xmac_cli.prune_moe.recon import ReconLayer
 from xmac_cli.prune_moe.refine import refine_swaps
@@ -282,3 +283,14 @@ def test_swap_refinement_leaves_protected_experts_and_groups_alone():
     )
     assert result.kept[modules[0].layer] == [0, 3, 6, 7]
     assert result.kept[modules[1].layer] == [2, 3, 6, 7]
+
+
+@pytest.mark.parametrize("criterion", ["shapley", "reap", "frequency"])
+@pytest.mark.parametrize("part", ["embed_tokens.weight", "layers.1.mlp.gate.weight", "layers.1.mlp.experts.down_proj"])
+def test_weights_that_are_no_numbers_are_never_turned_into_scores(criterion: str, part: str):
+    model = build_tiny("mixtral")
+    broken = [weights for name, weights in model.named_parameters() if name.endswith(part)]
+    assert len(broken) == 1
+    broken[0].data[:] = torch.nan
+    with pytest.raises(VerificationError, match="not finite on the calibration text"):
+        score(model, token_batch(probe_tokens(), LENGTHS), ScoreOptions(criterion=criterion, permutations=2))

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
+from support.data_tokenizers import character_tokenizer
 from support.tiny_moe import build_tiny, save_tiny
 
 from xmac_cli.cli.errors import InputError, ResumeMismatchError, UsageError, XmacError
@@ -106,3 +110,25 @@ def test_resume_does_not_mix_an_edited_plan_into_what_the_first_one_began(
     plan.write_text(json.dumps(document))
     with pytest.raises(ResumeMismatchError):
         verb.run(model, tmp_path / "out", resume=True)
+
+
+def test_the_published_setting_is_run_as_one_word(model: Path, tmp_path: Path) -> None:
+    ids = 3 + torch.arange(48).reshape(2, 24) % 30
+    save_file({"input_ids": ids}, tmp_path / "calib.safetensors")
+    (tmp_path / "model").mkdir()
+    for file in model.iterdir():
+        shutil.copy(file, tmp_path / "model")
+    character_tokenizer().save_pretrained(tmp_path / "model")
+    verb = PruneMoe(
+        stage="score", preset="paper", calib=(tmp_path / "calib.safetensors",), calib_samples=2, calib_seqlen=24
+    )
+    report = verb.run(tmp_path / "model", tmp_path / "scores")
+    assert report.output == tmp_path / "scores"
+    used = json.loads((tmp_path / "scores" / "scores.json").read_text())["metadata"]["options"]
+    assert {name: used[name] for name in ("value", "rgis_weights", "rgis_mix", "permutations", "truncate")} == {
+        "value": "ppl",
+        "rgis_weights": "full",
+        "rgis_mix": 0.0,
+        "permutations": 20,
+        "truncate": 0.5,
+    }

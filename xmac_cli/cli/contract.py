@@ -67,6 +67,8 @@ def run_verb(verb: Verb, source: Path | None, output: Path | None, settings: Run
         output = output or verb.default_output()
         if output is None:
             raise UsageError("OUTPUT is missing", "give a second path or -o OUTPUT")
+        if "\n" in str(output):
+            raise UsageError("the name of OUTPUT holds a line break, so stdout could not name it in one line")
         report = _run_staged(verb, opened, output, settings, progress, started)
     _write_report_files(verb, report, settings)
     return report

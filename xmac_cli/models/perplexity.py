@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from xmac_cli.cli.errors import UsageError
+from xmac_cli.cli.errors import UsageError, VerificationError
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,9 @@ def token_nll(
 
     Returns:
         per document a float64 tensor [T - 1] on the CPU.
+
+    Raises:
+        VerificationError: the model's logits are no numbers, as with broken weights.
     """
     results = [torch.zeros(max(0, len(ids) - 1), dtype=torch.float64) for ids in documents]
     jobs = [(index, part) for index, ids in enumerate(documents) for part in sliding_windows(len(ids), window, stride)]
@@ -79,6 +82,11 @@ def token_nll(
                 batch = same_length[first : first + batch_size]
                 ids = torch.tensor([documents[index][part.start : part.end] for index, part in batch])
                 losses = _batch_nll(model, ids, max(part.end - part.first_scored for _, part in batch), keep_some)
+                if bool(torch.isnan(losses).any()):
+                    raise VerificationError(
+                        "the model gives logits that are no numbers, so it has no perplexity",
+                        "look for broken weights, or compute in --dtype float32",
+                    )
                 for row, (index, part) in enumerate(batch):
                     count = part.end - part.first_scored
                     results[index][part.first_scored - 1 : part.end - 1] = losses[row, losses.shape[1] - count :]

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from xmac_cli.cli.errors import VerificationError
 from xmac_cli.cli.progress import NullProgress, Progress
 from xmac_cli.data.calibration import TokenBatch
 from xmac_cli.prune_moe.expert_outputs import expert_output
@@ -87,6 +88,9 @@ def calibrate(
 
     Returns:
         One entry per module, in order.
+
+    Raises:
+        VerificationError: an activation is not finite.
     """
     statistics = {entry.name: LayerStatistics.empty(entry) for entry in modules}
     current = torch.zeros(0, dtype=torch.bool)
@@ -128,6 +132,9 @@ def forward(model: nn.Module, input_ids: Tensor, attention_mask: Tensor, *, logi
 def _add(sums: LayerStatistics, call: RoutingCall, real: Tensor, norms: bool, keep_inputs: bool) -> None:
     entry, n = call.module, call.module.num_experts
     hidden, logits = call.hidden[real], call.logits[real]
+    # A masked router's logits may be -inf; what is no number can only come from the weights or from overflow.
+    _check_finite(entry, "input", bool(torch.isfinite(hidden).all()))
+    _check_finite(entry, "router", not bool(torch.isnan(logits).any()))
     index, available = call.index[real], call.available[real]
     gates = call.gates[real].double() * entry.output_scale
     sums.tokens += int(real.sum())
@@ -156,12 +163,21 @@ def _add_norms(
     token, slot = slots.nonzero(as_tuple=True)
     output = expert_output(entry, hidden[token], logits[token], expert)
     length = output.double().norm(dim=1)
+    _check_finite(entry, f"output of expert {expert}", bool(torch.isfinite(length).all()))
     # Where the gate scaled the input, the output already carries it.
     factor = torch.full_like(length, entry.output_scale) if entry.gate_on_input else gates[token, slot]
     sums.norm[expert] += float(length.sum())
     sums.squared_norm[expert] += float((length**2).sum())
     sums.gated_norm[expert] += float((factor * length).sum())
     sums.max_activation[expert] = max(sums.max_activation[expert], float(output.abs().max()))
+
+
+def _check_finite(entry: MoEModule, what: str, finite: bool) -> None:
+    if not finite:
+        raise VerificationError(
+            f"{entry.name}: the {what} is not finite on the calibration text, so no score would mean anything",
+            "look for broken weights, or compute in --dtype float32",
+        )
 
 
 def _score(entry: MoEModule, logits: Tensor) -> Tensor:

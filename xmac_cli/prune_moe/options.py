@@ -155,7 +155,7 @@ class PruneOptions:
 
 
 def with_preset(options: Options) -> Options:
-    """Apply `--preset`: its values replace defaults.
+    """Apply `--preset`: its values replace defaults, and the result has nothing left to apply.
 
     Raises:
         UsageError: an option was given a value that contradicts the preset.
@@ -168,4 +168,4 @@ def with_preset(options: Options) -> Options:
         if current not in (defaults[name], value):
             flag = "--" + name.replace("_", "-")
             raise UsageError(f"--preset paper means {flag} {value}, but {flag} {current} was given", "drop one of them")
-    return replace(options, **PAPER)
+    return replace(options, preset="default", **PAPER)
