@@ -44,6 +44,13 @@ def test_a_budget_beside_a_plan_must_be_the_plan_s_own(model: Path, plan: Path, 
     assert json.loads((tmp_path / "out" / "config.json").read_text())["num_local_experts"] == 6
 
 
+def test_another_policy_for_next_token_layers_than_the_plan_s_is_refused(
+    model: Path, plan: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match="says slice for next-token layers, but --mtp drop"):
+        PruneMoe(stage="apply", plan_file=plan, mtp="drop").run(model, tmp_path / "out")
+
+
 def test_a_plan_is_never_ignored(plan: Path) -> None:
     with pytest.raises(UsageError, match="--plan says which experts stay"):
         PruneMoe(plan_file=plan, keep=4, criterion="random")

@@ -138,6 +138,11 @@ def _stored_plan(options: PruneOptions, path: Path) -> Plan:
                 f"the plan {path} was made for {wanted}, but {budget.kind} {budget.value} is asked for",
                 "leave the budget away, or make a new plan",
             )
+    if options.mtp not in ("slice", plan.mtp):
+        raise UsageError(
+            f"the plan {path} says {plan.mtp} for next-token layers, but --mtp {options.mtp} is given",
+            "leave --mtp away, or make a new plan",
+        )
     return plan
 
 
