@@ -18,6 +18,12 @@ ENVIRONMENT = "XMAC_BACKEND"
 FALLBACK = "auto-fallback"
 
 Result = TypeVar("Result")
+
+
+class BackendError(ValueError):
+    """A backend that was asked for does not exist, is not installed, or cannot take these shapes."""
+
+
 logger = logging.getLogger("xmac_kernels")
 last_used: dict[str, str] = {}
 _reported: set[tuple[str, str]] = set()
@@ -53,8 +59,7 @@ def run(
             for it raises.
 
     Raises:
-        ValueError: the backend is unknown, has no implementation of this operation, or cannot take these shapes.
-        ModuleNotFoundError: the backend is not installed.
+        BackendError: the backend that was asked for is unknown, not installed, or cannot take these shapes.
     """
     unfit = unfit or {}
     wish = backend or os.environ.get(ENVIRONMENT) or None
@@ -76,11 +81,11 @@ def run(
 
 def _check_wish(operation: str, wish: str, implementations: Mapping[str, object], unfit: Mapping[str, str]) -> None:
     if wish not in implementations:
-        raise ValueError(f"{operation} has no backend '{wish}'; choose one of {', '.join(implementations)}")
+        raise BackendError(f"{operation} has no backend '{wish}'; choose one of {', '.join(implementations)}")
     if wish in unfit:
-        raise ValueError(f"{operation}: backend '{wish}' cannot be used: {unfit[wish]}")
+        raise BackendError(f"{operation}: backend '{wish}' cannot be used: {unfit[wish]}")
     if not installed(wish):
-        raise ModuleNotFoundError(f"{operation}: backend '{wish}' needs `pip install {wish}`")
+        raise BackendError(f"{operation}: backend '{wish}' needs `pip install {wish}`")
 
 
 def _call(operation: str, name: str, implementations: Mapping[str, Callable[[], Result]]) -> Result:

@@ -8,7 +8,7 @@ import torch
 from support.tiny_moe import TINY, build_tiny, probe_tokens
 from support.token_batches import token_batch
 
-from xmac_cli.cli.errors import UnsupportedModelError
+from xmac_cli.cli.errors import UnsupportedModelError, UsageError
 from xmac_cli.prune_moe.calibration_pass import LayerStatistics, calibrate, forward
 from xmac_cli.prune_moe.expert_outputs import all_expert_outputs
 from xmac_cli.prune_moe.gates import GateFormula
@@ -143,6 +143,15 @@ def test_prefetching_leaves_nothing_to_evaluate():
         masks[np.arange(4), orders[:, step]] = False
         game.values(masks)
     assert [layer.evaluations for layer in layers] == before
+
+
+def test_a_backend_that_does_not_exist_is_a_usage_error_that_names_the_variable(monkeypatch: pytest.MonkeyPatch):
+    model, batch = build_tiny("mixtral"), token_batch(probe_tokens(), LENGTHS)
+    layer = ReconLayer(statistics_of(model, batch)[0])
+    monkeypatch.setenv("XMAC_BACKEND", "abacus")
+    with pytest.raises(UsageError, match="abacus") as caught:
+        layer.values(np.ones((1, layer.entry.num_experts), dtype=bool))
+    assert caught.value.hint is not None and "XMAC_BACKEND" in caught.value.hint
 
 
 def test_a_router_that_does_not_follow_its_family_s_formula_is_refused(monkeypatch: pytest.MonkeyPatch):

@@ -19,8 +19,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from xmac_kernels.coalition import CoalitionTable, coalition_residual
+from xmac_kernels.dispatch import ENVIRONMENT, BackendError
 
-from xmac_cli.cli.errors import UnsupportedModelError
+from xmac_cli.cli.errors import UnsupportedModelError, UsageError
 from xmac_cli.prune_moe.calibration_pass import LayerStatistics, row_chunks
 from xmac_cli.prune_moe.expert_outputs import all_expert_outputs
 from xmac_cli.prune_moe.gates import GateFormula, gate_formula, masked_gates, ranked_gates
@@ -130,7 +131,10 @@ class ReconLayer:
 
     def _chunk_residuals(self, chunk: _GramChunk, masks: Tensor) -> Tensor:
         if chunk.table is not None:
-            return coalition_residual(chunk.table, masks, backend=self.backend)
+            try:
+                return coalition_residual(chunk.table, masks, backend=self.backend)
+            except BackendError as error:
+                raise UsageError(str(error), f"the environment variable {ENVIRONMENT} chooses it") from error
         full = self._dense_gates(chunk.logits, torch.ones_like(masks[0]))
         gram = chunk.gram.double()
         values = []
