@@ -8,7 +8,7 @@ with a selection bias, where a slot can be disabled), or by giving every layer t
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -125,10 +125,8 @@ def make_plan(
         """Amounts before the next-token layers are ranked, which needs their weights."""
         return measure(layout, build(kept, count, first_experts(count)))
 
-    if allocation == "uniform":
-        kept, count = _uniform(phis, guarded, chosen, budget, limits, form, trial)
-    else:
-        kept, count = _global(phis, guarded, chosen, budget, limits, form, trial)
+    demand = _Demand(phis, guarded, chosen, budget, limits, form, trial)
+    kept, count = _uniform(demand) if allocation == "uniform" else _global(demand)
     mtp_layers: tuple[PlanLayer, ...] = ()
     if mtp == "slice" and count < layout.num_experts and form != "plan-only":
         mtp_layers = first_experts(count) if headers_only else plan_mtp_layers(layout, count, limits)
@@ -166,76 +164,83 @@ def super_experts(scores: ExpertScores, *, quantile: float = 0.995, share: float
     }
 
 
-def _uniform(
-    phis: list[np.ndarray],
-    guarded: list[frozenset[int]],
-    chosen: list[int],
-    budget: Budget,
-    limits: Constraints,
-    form: Export,
-    trial: Callable[[list[Kept], int], Amounts],
-) -> tuple[list[Kept], int]:
-    everything = tuple(range(limits.num_experts))
+@dataclass(frozen=True)
+class _Demand:
+    """What is asked of an allocation.
+
+    Args:
+        phis: float64 [n] per MoE layer.
+        guarded: protected experts per MoE layer.
+        chosen: positions of the layers that are pruned.
+        budget: how much goes.
+        limits: of the router.
+        form: how unequal counts are stored.
+        trial: sizes that a choice would lead to.
+    """
+
+    phis: list[np.ndarray]
+    guarded: list[frozenset[int]]
+    chosen: list[int]
+    budget: Budget
+    limits: Constraints
+    form: Export
+    trial: Callable[[list[Kept], int], Amounts]
+
+
+def _uniform(ask: _Demand) -> tuple[list[Kept], int]:
+    everything = tuple(range(ask.limits.num_experts))
 
     def select(count: int) -> tuple[list[Kept], int]:
-        if form != "pad":
-            return [keep_best(phi, count, limits, safe) for phi, safe in zip(phis, guarded)], count
-        removed = limits.num_experts - count
-        kept = [everything] * len(phis)
-        for index in chosen:
+        if ask.form != "pad":
+            return [keep_best(phi, count, ask.limits, safe) for phi, safe in zip(ask.phis, ask.guarded)], count
+        removed = ask.limits.num_experts - count
+        kept = [everything] * len(ask.phis)
+        for index in ask.chosen:
             kept[index] = drop_lowest(
-                [phis[index]], removed, limits, floor=limits.smallest_count, protected=[guarded[index]]
+                [ask.phis[index]], removed, ask.limits, floor=ask.limits.smallest_count, protected=[ask.guarded[index]]
             )[0]
-        return kept, slots_needed(kept, limits)
+        return kept, slots_needed(kept, ask.limits)
 
-    if budget.kind in ("ratio", "keep"):
-        count = int(budget.value)
-        if budget.kind == "ratio":
-            count = limits.num_experts - round_half_up(float(budget.value) * limits.num_experts)
-            count = count if form == "pad" else round_up_to_step(count, limits)
-        check_count(count, replace(limits, n_group=1, align=1) if form == "pad" else limits)
+    if ask.budget.kind in ("ratio", "keep"):
+        count = int(ask.budget.value)
+        if ask.budget.kind == "ratio":
+            count = ask.limits.num_experts - round_half_up(float(ask.budget.value) * ask.limits.num_experts)
+            count = count if ask.form == "pad" else round_up_to_step(count, ask.limits)
+        check_count(count, replace(ask.limits, n_group=1, align=1) if ask.form == "pad" else ask.limits)
         return select(count)
-    step = 1 if form == "pad" else limits.step
-    lowest, highest = -(-limits.smallest_count // step), (limits.num_experts - 1) // step
-    return _largest_that_fits(lowest, highest, lambda units: select(units * step), budget, trial)
+    step = 1 if ask.form == "pad" else ask.limits.step
+    lowest, highest = -(-ask.limits.smallest_count // step), (ask.limits.num_experts - 1) // step
+    return _largest_that_fits(lowest, highest, lambda units: select(units * step), ask.budget, ask.trial)
 
 
-def _global(
-    phis: list[np.ndarray],
-    guarded: list[frozenset[int]],
-    chosen: list[int],
-    budget: Budget,
-    limits: Constraints,
-    form: Export,
-    trial: Callable[[list[Kept], int], Amounts],
-) -> tuple[list[Kept], int]:
-    players = limits.num_experts * len(chosen)
+def _global(ask: _Demand) -> tuple[list[Kept], int]:
+    players = ask.limits.num_experts * len(ask.chosen)
 
     def select(removed: int) -> tuple[list[Kept], int]:
-        kept: list[Kept] = [tuple(range(limits.num_experts))] * len(phis)
+        kept: list[Kept] = [tuple(range(ask.limits.num_experts))] * len(ask.phis)
         picked = drop_lowest(
-            [phis[i] for i in chosen],
+            [ask.phis[i] for i in ask.chosen],
             removed,
-            limits,
-            floor=limits.global_floor,
-            protected=[guarded[i] for i in chosen],
+            ask.limits,
+            floor=ask.limits.global_floor,
+            protected=[ask.guarded[i] for i in ask.chosen],
         )
-        for index, ids in zip(chosen, picked):
+        for index, ids in zip(ask.chosen, picked):
             kept[index] = ids
-        count = slots_needed(kept, limits) if form != "plan-only" else max(map(len, kept))
-        return (fill_slots(phis, kept, count, limits) if form == "bounded" else kept), count
+        count = slots_needed(kept, ask.limits) if ask.form != "plan-only" else max(map(len, kept))
+        return (fill_slots(ask.phis, kept, count, ask.limits) if ask.form == "bounded" else kept), count
 
-    if budget.kind == "ratio":
-        removed = round_half_up(float(budget.value) * players)
-    elif budget.kind == "keep":
-        removed = players - int(budget.value) * len(chosen)
+    if ask.budget.kind == "ratio":
+        removed = round_half_up(float(ask.budget.value) * players)
+    elif ask.budget.kind == "keep":
+        removed = players - int(ask.budget.value) * len(ask.chosen)
     else:
-        fewest = sum(max(limits.global_floor, len(guarded[i])) for i in chosen)
-        return _largest_that_fits(fewest, players - 1, lambda left: select(players - left), budget, trial)
+        fewest = sum(max(ask.limits.global_floor, len(ask.guarded[i])) for i in ask.chosen)
+        return _largest_that_fits(fewest, players - 1, lambda left: select(players - left), ask.budget, ask.trial)
     if not 0 < removed < players:
         raise ConstraintError(f"this budget removes {removed} of {players} experts")
     kept, count = select(removed)
-    if form == "bounded" and count >= limits.num_experts:
+    if ask.form == "bounded" and count >= ask.limits.num_experts:
         raise ConstraintError(
             "some layer keeps all of its experts, so giving every layer the largest count removes nothing",
             "use --allocation uniform, a larger ratio, or --export plan-only",
