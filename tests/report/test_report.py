@@ -30,6 +30,13 @@ def test_the_json_holds_result_options_and_timings(tmp_path):
     assert body["result"] == {"a": 1} and body["options"] == {"seed": 3} and body["timings"] == {"seconds": 2}
 
 
+def test_json_readers_that_know_no_nan_can_read_every_report(tmp_path):
+    report = Report({"a": [1.5, float("nan")], "b": {"c": (float("inf"), 2)}}, timings={"rate": float("-inf")})
+    write_report(report, tmp_path, title="t", options={})
+    body = json.loads((tmp_path / "report.json").read_text(), parse_constant=lambda word: 1 / 0)
+    assert body["result"] == {"a": [1.5, None], "b": {"c": [None, 2]}} and body["timings"] == {"rate": None}
+
+
 def test_the_same_figure_gives_the_same_bytes(tmp_path):
     figure = Figure("line", "A line", line)
     (one,) = draw_figures([figure], tmp_path / "one")

@@ -6,6 +6,7 @@ clock or the machine belongs in `timings`. Tables and figures are views of the r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,4 +69,16 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         """The JSON form: result, warnings and timings (tables and figures are views of the result)."""
-        return {"result": dict(self.result), "warnings": list(self.warnings), "timings": dict(self.timings)}
+        body = {"result": dict(self.result), "warnings": list(self.warnings), "timings": dict(self.timings)}
+        return {key: strict(value) for key, value in body.items()}
+
+
+def strict(value: Any) -> Any:
+    """The same value with null for every float that JSON has no word for (NaN and the infinities)."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: strict(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [strict(item) for item in value]
+    return value
