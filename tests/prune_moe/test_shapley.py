@@ -215,6 +215,53 @@ def test_lock_step_walks_give_the_same_result_as_one_by_one():
     assert max(seen) == 4
 
 
+@pytest.mark.parametrize("truncate", [0.0, 0.5])
+@pytest.mark.parametrize("capacity", [1, 5, 12, 100])
+def test_guessed_next_steps_change_no_value_and_only_fill_free_places(truncate: float, capacity: int):
+    table = np.exp(random_table(8, 11))
+    weights = 1 << np.arange(8)
+    sizes: list[int] = []
+
+    def batch(masks: np.ndarray) -> np.ndarray:
+        sizes.append(masks.shape[0])
+        return table[masks @ weights]
+
+    plain = estimate_shapley(lookup(table), 8, permutations=6, truncate=truncate, sampler="uniform", seed=2)
+    guessed = estimate_shapley(
+        None, 8, permutations=6, truncate=truncate, sampler="uniform", seed=2,
+        value_fn_batch=batch, batch=3, capacity=capacity,
+    )  # fmt: skip
+    np.testing.assert_array_equal(plain.phi, guessed.phi)
+    np.testing.assert_array_equal(plain.evals, guessed.evals)
+    assert plain.v_stop == guessed.v_stop and max(sizes) <= max(3, capacity)
+    if capacity >= 12 and truncate == 0:  # four steps of three walks fit at once
+        without: list[int] = []
+        estimate_shapley(
+            None, 8, permutations=6, truncate=truncate, sampler="uniform", seed=2, batch=3,
+            value_fn_batch=lambda masks: (without.append(1), table[masks @ weights])[1],
+        )  # fmt: skip
+        assert len(sizes) < len(without)
+
+
+@pytest.mark.parametrize("capacity", [0, 8])
+def test_guesses_and_inactive_players_go_together(capacity: int):
+    base = np.exp(random_table(5, 6))
+    weights = 1 << np.arange(5)
+
+    def batch(masks: np.ndarray) -> np.ndarray:  # players 5 and 6 matter only while player 0 is present
+        extra = np.where(masks[:, 0], 0.3 * (masks[:, 5] + 2 * masks[:, 6]), 0.0)
+        return base[masks[:, :5] @ weights] + extra
+
+    def inactive(mask: np.ndarray) -> np.ndarray:
+        return np.array([False] * 5 + [not mask[0]] * 2)
+
+    options = {"permutations": 20, "truncate": 0, "sampler": "uniform", "seed": 8, "value_fn_batch": batch}
+    plain = estimate_shapley(None, 7, batch=1, **options)
+    short = estimate_shapley(None, 7, batch=2, capacity=capacity, inactive=inactive, **options)
+    np.testing.assert_allclose(plain.phi, short.phi, atol=1e-12)
+    np.testing.assert_array_equal(plain.evals, short.evals)
+
+
 def test_inactive_players_are_removed_for_free_and_change_nothing():
     base = np.exp(random_table(5, 6))
 

@@ -133,7 +133,9 @@ class Walks:
     depth: IntArray
 
 
-def walk_permutations(permutations: IntArray, game: CoalitionGame, truncation: Truncation, v_full: float) -> Walks:
+def walk_permutations(
+    permutations: IntArray, game: CoalitionGame, truncation: Truncation, v_full: float, *, capacity: int = 0
+) -> Walks:
     """Walk B permutations at once; each step evaluates one coalition per walk that is still going.
 
     Args:
@@ -141,6 +143,8 @@ def walk_permutations(permutations: IntArray, game: CoalitionGame, truncation: T
         game: the value function. V(all) must be its last evaluation when it knows inactive players.
         truncation: when to cut off.
         v_full: V(all).
+        capacity: coalitions that one evaluation may hold. What the walks that are still going leave free is filled with
+            their next steps, on the guess that they go on; a guess behind a cut is thrown away. 0 never guesses.
     """
     rows, n = permutations.shape
     masks = np.ones((rows, n), dtype=bool)
@@ -150,6 +154,7 @@ def walk_permutations(permutations: IntArray, game: CoalitionGame, truncation: T
     position = np.zeros(rows, dtype=np.int64)
     going = ~truncation.stops(value, v_full)
     idle = np.repeat(game.inactive(masks[:1]), rows, axis=0)
+    foreseen: dict[tuple[int, int], tuple[float, BoolArray]] = {}
     while True:
         for row in np.flatnonzero(going & idle.any(axis=1)):
             # An inactive player leaves the output as it is, so the next inactive one may leave as well.
@@ -160,13 +165,43 @@ def walk_permutations(permutations: IntArray, game: CoalitionGame, truncation: T
         moving = np.flatnonzero(going & (position < n))
         if not moving.size:
             break
+        _evaluate_steps(permutations, masks, position, moving, game, capacity, foreseen)
         players = permutations[moving, position[moving]]
         masks[moving, players] = False
-        values = game.values(masks[moving])
+        steps = [foreseen.pop((int(row), int(position[row]))) for row in moving]
+        values = np.array([step[0] for step in steps])
         marginals[moving, players] = value[moving] - values
         evaluated[moving, players] = True
         value[moving] = values
         position[moving] += 1
-        idle[moving] = game.inactive(masks[moving])
+        idle[moving] = np.stack([step[1] for step in steps]) & masks[moving]
         going[moving] = ~truncation.stops(values, v_full)
     return Walks(marginals, evaluated, value, position)
+
+
+def _evaluate_steps(
+    permutations: IntArray,
+    masks: BoolArray,
+    position: IntArray,
+    moving: IntArray,
+    game: CoalitionGame,
+    capacity: int,
+    foreseen: dict[tuple[int, int], tuple[float, BoolArray]],
+) -> None:
+    """Make sure that `foreseen` holds the next step of every moving walk: its value and who is inactive after it."""
+    wanted = [int(row) for row in moving if (int(row), int(position[row])) not in foreseen]
+    if not wanted:
+        return
+    n = permutations.shape[1]
+    ahead = max(1, capacity // len(wanted))
+    keys: list[tuple[int, int]] = []
+    coalitions: list[BoolArray] = []
+    for row in wanted:
+        mask = masks[row].copy()
+        for step in range(int(position[row]), min(int(position[row]) + ahead, n)):
+            mask[permutations[row, step]] = False
+            keys.append((row, step))
+            coalitions.append(mask.copy())
+    stacked = np.stack(coalitions)
+    values, inactive = game.values(stacked), game.inactive(stacked)
+    foreseen.update({key: (float(values[i]), inactive[i]) for i, key in enumerate(keys)})

@@ -133,6 +133,7 @@ def estimate_shapley(
     seed: int = 0,
     value_fn_batch: BatchValueFn | None = None,
     batch: int = 1,
+    capacity: int = 0,
     inactive: Callable[[BoolArray], BoolArray] | None = None,
     value_floor: float = 0.0,
     log_values: bool = False,
@@ -151,6 +152,7 @@ def estimate_shapley(
         self_normalize: divide by the sum of weights instead of by M (consistent, lower variance, slightly biased).
         value_fn_batch: masks [B, N] -> float64 [B]; then `batch` permutations advance in lock step.
         batch: permutations walked together; the result does not depend on it.
+        capacity: coalitions one evaluation may hold; free places take guessed next steps, see `walk_permutations`.
         inactive: see `permutation_walk.CoalitionGame`.
         value_floor, log_values: how a share of V(all) is measured, see `permutation_walk.Truncation`.
         state: continue from here; permutations already walked are not walked again.
@@ -176,7 +178,7 @@ def estimate_shapley(
             game.passes -= 1
         while state.permutations < permutations:
             count = min(max(batch, 1), permutations - state.permutations)
-            state = _extend(state, draws, game, truncation, count)
+            state = _extend(state, draws, game, truncation, count, capacity)
             progress.metric({"permutations": state.permutations, "passes": state.passes})
             if on_state is not None:
                 on_state(state)
@@ -196,10 +198,15 @@ def _check_state(state: ShapleyState | None, n: int) -> ShapleyState | None:
 
 
 def _extend(
-    state: ShapleyState, draws: PermutationSampler, game: CoalitionGame, truncation: Truncation, count: int
+    state: ShapleyState,
+    draws: PermutationSampler,
+    game: CoalitionGame,
+    truncation: Truncation,
+    count: int,
+    capacity: int,
 ) -> ShapleyState:
     orders = np.stack([draws.draw(state.permutations + i) for i in range(count)])
-    walks = walk_permutations(orders, game, truncation, state.v_full)
+    walks = walk_permutations(orders, game, truncation, state.v_full, capacity=capacity)
     by_position = np.stack([draws.log_weights(order) for order in orders])
     by_player = np.empty_like(by_position)
     np.put_along_axis(by_player, orders, by_position, axis=1)

@@ -129,7 +129,13 @@ class ShapleyRun:
         # costs passes and changes no value.
         inactive = game.inactive if game.has_null_moves and processes == 1 else None
         values = shared_evaluation(game.values)
-        return self._estimate(name, values, game.num_players, prior, batch=together * processes, inactive=inactive)
+        # Free places of a forward pass cost nothing on an accelerator, and an idle process neither; on one CPU a guess
+        # costs as much as any other coalition.
+        on_cpu = next(self.model.parameters()).device.type == "cpu"
+        capacity = (processes if processes > 1 else 0) if on_cpu else together * processes
+        return self._estimate(
+            name, values, game.num_players, prior, batch=together * processes, capacity=capacity, inactive=inactive
+        )
 
     def _estimate(
         self,
@@ -139,6 +145,7 @@ class ShapleyRun:
         prior: FloatArray,
         *,
         batch: int,
+        capacity: int = 0,
         inactive: Callable[[NDArray[np.bool_]], NDArray[np.bool_]] | None = None,
     ) -> ShapleyResult:
         options = self.options
@@ -158,6 +165,7 @@ class ShapleyRun:
             seed=options.seed,
             value_fn_batch=values,
             batch=batch,
+            capacity=capacity,
             inactive=inactive,
             log_values=options.value in ("nll", "kl"),
             state=from_first(self.states.load(name)),
