@@ -167,6 +167,12 @@ def test_a_config_without_a_count_is_read_from_the_files(tmp_path: Path) -> None
     assert sniff(tmp_path, mixtral_config(num_local_experts=None), mixtral_tensors()).num_experts == 4
 
 
+@pytest.mark.parametrize("count", ["4", 4.0, True, {"experts": 4}, [4, "4"]])
+def test_a_count_that_is_no_whole_number_is_refused_from_the_headers(tmp_path: Path, count: Any) -> None:
+    with pytest.raises(InputError, match="whole number"):
+        sniff(tmp_path, mixtral_config() | {"num_local_experts": count}, mixtral_tensors())
+
+
 def test_counts_and_top_k_given_per_layer(tmp_path: Path) -> None:
     config = {"model_type": "hunyuan_v1_moe", "num_experts": [4, 4], "moe_topk": [2, 1], "num_hidden_layers": 2}
     tensors = {

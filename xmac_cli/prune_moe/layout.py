@@ -207,8 +207,11 @@ def _configured_count(config: Mapping[str, Any]) -> int | None:
             value = holder.get(key)
             values = value if isinstance(value, list) else [value]
             for entry in values:
-                if isinstance(entry, int):
-                    found[key] = entry
+                if entry is None:
+                    continue
+                if type(entry) is not int:
+                    raise InputError(f"config.json gives {key} as {entry!r}, which is no whole number")
+                found[key] = entry
             if isinstance(value, list) and len(set(value)) > 1:
                 raise UnsupportedModelError(f"config.json gives layers different expert counts: {key} = {value}")
     if len(set(found.values())) > 1:
